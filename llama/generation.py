@@ -1,0 +1,667 @@
+"""Llama: build a generator from a checkpoint, complete texts, hold dialogs, stream, score."""
+
+import contextlib
+import datetime
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from operator import index as as_int
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from tqdm import tqdm
+from typing_extensions import NotRequired, Self, Unpack
+
+from . import checkpoint as checkpoints
+from . import parallel
+from .chat import (
+    B_INST,
+    B_SYS,
+    E_INST,
+    E_SYS,
+    SPECIAL_TAGS,
+    UNSAFE_ERROR,
+    Dialog,
+    Message,
+    Role,
+    check_dialog,
+    encode_dialog,
+    is_unsafe,
+)
+from .errors import LlamaError
+from .model import ModelArgs, Transformer
+from .sampling import Sampling, sample_top_p
+from .steps import Decoding, Request, Step
+from .tokenizer import StreamDecoder, Tokenizer
+
+__all__ = [
+    "B_INST",
+    "B_SYS",
+    "E_INST",
+    "E_SYS",
+    "SPECIAL_TAGS",
+    "UNSAFE_ERROR",
+    "ChatPrediction",
+    "CompletionPrediction",
+    "Dialog",
+    "Llama",
+    "Message",
+    "Options",
+    "Role",
+    "Step",
+    "encode_dialog",
+    "sample_top_p",
+]
+
+logger = logging.getLogger("llama")
+
+
+class CompletionPrediction(TypedDict):
+    """One result of `text_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: str
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[dict[str, float]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+
+
+class ChatPrediction(TypedDict):
+    """One result of `chat_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: Message
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[dict[str, float]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+
+
+class Options(TypedDict, total=False):
+    """What `generate`, the completions and the streams take by keyword beyond the published arguments.
+
+    The sampling controls (first block) are described in `llama.sampling.Sampling`.
+    """
+
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    top_logprobs: int  # with logprobs=True
+    stop: Sequence[str]  # strings that end a text; it is cut before them
+    stop_ids: Sequence[int]  # token ids that end a text, beside the tokenizer's eos_id
+    details: bool  # finish_reason, prompt_tokens and completion_tokens beside each result
+    progress: bool  # a bar that counts finished prompts
+    prefill_chunk: int  # prompt positions fed at once, which bounds the memory of long prompts
+
+
+# ------------------------------------------------------------------------------------ one at a time
+
+
+class Turn:
+    """Who may use a model's cache: callers in other threads wait, unless a stream is open."""
+
+    _of_model: ClassVar["weakref.WeakKeyDictionary[Any, Turn]"] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._streaming = False
+
+    @classmethod
+    def of(cls, generator: "Llama") -> "Turn":
+        """The turn that all generators on one model share; a stub that no weak key can hold gives each its own."""
+        try:
+            return cls._of_model.setdefault(generator.model, cls())
+        except TypeError:
+            return vars(generator).setdefault("_turn", cls())  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def take(self, streaming: bool = False) -> Iterator[None]:
+        """LlamaError "busy" while a stream is open, or from within a call (a hook) of the same thread."""
+        while True:
+            if self._streaming or self._owner == threading.get_ident():
+                what = (
+                    "a stream on it is open: exhaust it or call its close()"
+                    if self._streaming
+                    else "this call came from within another on it"
+                )
+                raise LlamaError(f"this generator is busy: {what} before the next call")
+            if self._lock.acquire(timeout=0.05):
+                break
+        self._owner, self._streaming = threading.get_ident(), streaming
+        try:
+            yield
+        finally:
+            self._owner, self._streaming = None, False
+            self._lock.release()
+
+
+# ------------------------------------------------------------------------------------ stop strings
+
+
+class StopFilter:
+    """Lets text through up to the first stop string, holding back an end that may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = False
+
+    def put(self, text: str) -> str:
+        """The text that is certain to stand before any stop string."""
+        if self.found:
+            return ""
+        self._held += text
+        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            self.found = True
+            passed, self._held = self._held[: min(places)], ""
+            return passed
+        keep = max((self._overlap(stop) for stop in self._stops), default=0)
+        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return passed
+
+    def _overlap(self, stop: str) -> int:
+        """How long an end of the held text begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
+    def end(self) -> str:
+        """What was held back, now that no more text comes."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+class StopWatch:
+    """Whether the text of one row, token by token, has reached a stop string."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._decoder = StreamDecoder(tokenizer, keep_space=True)
+        self._filter = StopFilter(stops)
+
+    def seen(self, token: int) -> bool:
+        self._filter.put(self._decoder.put(token))
+        return self._filter.found
+
+
+# ------------------------------------------------------------------------------------------- Llama
+
+
+class Llama:
+    """A model and a tokenizer, made to complete text.
+
+    `build` makes one from a checkpoint; `Llama(model, tokenizer)` from parts of your own: the model needs `.params` and
+    `.forward(tokens, start_pos)`, no more.
+    """
+
+    _groups: parallel.ProcessGroups | None = None
+
+    @staticmethod
+    def build(
+        ckpt_dir: str,
+        tokenizer_path: str | None,
+        max_seq_len: int,
+        max_batch_size: int,
+        model_parallel_size: int | None = None,
+        seed: int = 1,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        backend: str | None = None,
+        timeout: float | datetime.timedelta | None = None,
+    ) -> "Llama":
+        """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is cut over.
+
+        `tokenizer_path` None takes the tokenizer beside the checkpoint. `device` None is CUDA if there, else the CPU;
+        `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` (seconds) bounds each wait for other
+        ranks, `backend` is nccl or gloo. Seeds torch's global generator with `seed`. Raises LlamaError and
+        FileNotFoundError, on every rank alike.
+        """
+        start = time.time()
+        place = parallel.pick_device(device)
+        groups = parallel.set_up(model_parallel_size, place, backend, timeout)
+        try:
+            with parallel.all_or_none("loading"):
+                sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+                generator = _load(ckpt_dir, tokenizer_path, sizes, place, parallel.pick_dtype(dtype, place))
+        except BaseException:
+            groups.close()
+            raise
+        generator._groups = groups
+        torch.manual_seed(seed)
+        print(f"Loaded in {time.time() - start:.2f} seconds")
+        return generator
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def close(self) -> None:
+        """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; call it on every rank."""
+        if self._groups is not None:
+            self._groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._groups is not None:
+            self._groups.abandon()  # another rank may not come to the barrier
+        self.close()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's weights are."""
+        return next(iter(self.model.parameters())).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model's weights."""
+        return next(iter(self.model.parameters())).dtype  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------------ tokens
+
+    def generate(
+        self,
+        prompt_tokens: list[list[int]],
+        max_gen_len: int | None,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        logprobs: bool = False,
+        echo: bool = False,
+        **options: Unpack[Options],
+    ) -> Any:
+        """Continue each prompt by up to `max_gen_len` tokens (None: as many as fit), until a stop token.
+
+        Returns (tokens, log-probabilities or None), a list per prompt of what was generated, behind the prompt where
+        `echo`; a stop token is not among it. Log-probabilities are natural, of the raw logits; a prompt's first is 0.0.
+        With `details=True` a third value, one dict per prompt. Any number of prompts; LlamaError for what cannot be.
+        """
+        details, progress = options.pop("details", False), options.pop("progress", False)
+        prompts = self._check_prompts(prompt_tokens)
+        request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, echo and logprobs, options)
+        decoding = Decoding(self.model, prompts, request)
+        with Turn.of(self).take(), tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
+            for step in decoding.steps():
+                bar.update(step.finish_reason is not None)
+        return self._results(decoding, logprobs, echo, details)
+
+    def stream(
+        self,
+        prompt_tokens: list[list[int]],
+        max_gen_len: int | None = None,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        logprobs: bool = False,
+        **options: Unpack[Options],
+    ) -> Iterator[Step]:
+        """`generate`, one `Step` at a time; the last one of a row may hold its stop token.
+
+        From the first step until the iterator is exhausted or closed, other calls on this model are a "busy" LlamaError.
+        """
+        prompts = self._check_prompts(prompt_tokens)
+        request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, False, options)
+        return self._stream(Decoding(self.model, prompts, request))
+
+    def _stream(self, decoding: Decoding) -> Iterator[Step]:
+        with Turn.of(self).take(streaming=True):
+            yield from decoding.steps()
+
+    def _check_prompts(self, prompt_tokens: Any) -> list[list[int]]:
+        if isinstance(prompt_tokens, (str, bytes)) or not hasattr(prompt_tokens, "__iter__"):
+            raise LlamaError(
+                f"prompt_tokens is a {type(prompt_tokens).__name__}; it must be a list of prompts, each a list of token "
+                f"ids (text goes to text_completion)"
+            )
+        return [self._check_prompt(row, prompt) for row, prompt in enumerate(prompt_tokens)]
+
+    def _check_prompt(self, row: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, (str, bytes)) or not hasattr(prompt, "__iter__"):
+            raise LlamaError(f"prompt {row} is {prompt!r:.60}; it must be a list of token ids")
+        try:
+            ids = [as_int(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+        except TypeError as error:
+            raise LlamaError(f"prompt {row} holds something that is no token id: {error}") from error
+        window = self.model.params.max_seq_len
+        if not ids:
+            raise LlamaError(f"prompt {row} has no tokens; it needs at least one (an empty text is BOS alone)")
+        if len(ids) > window:
+            raise LlamaError(
+                f"prompt {row} has {len(ids)} tokens, more than max_seq_len={window}: "
+                f"shorten it or build with a larger max_seq_len"
+            )
+        vocab_size = getattr(self.model.params, "vocab_size", -1)
+        limit = vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None
+        for place, token in enumerate(ids):
+            if token < 0 or (limit is not None and token >= limit):
+                reach = "0 up" if limit is None else f"0 to {limit - 1}"
+                raise LlamaError(f"prompt {row} has id {token} at position {place}; ids go from {reach}")
+        return ids
+
+    def _request(
+        self,
+        prompts: list[list[int]],
+        max_gen_len: int | None,
+        temperature: float,
+        top_p: float,
+        logprobs: bool,
+        score_prompt: bool,
+        options: Options,
+    ) -> Request:
+        """The checked settings of one call; TypeError for a keyword that does not exist."""
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            raise TypeError(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(Options.__annotations__))}")
+        sampling = {name: value for name, value in options.items() if name in Sampling.names()}
+        chunk = options.get("prefill_chunk", Request.prefill_chunk)
+        if not isinstance(chunk, int) or chunk < 1:
+            raise LlamaError(f"prefill_chunk={chunk!r} must be a whole number of at least 1")
+        if options.get("top_logprobs") and not logprobs:
+            raise LlamaError(f"top_logprobs={options['top_logprobs']} needs logprobs=True")
+        return Request(
+            max_gen_len=self._check_max_gen_len(prompts, max_gen_len),
+            sampling=Sampling(temperature=temperature, top_p=top_p, **sampling),  # type: ignore[arg-type]
+            stop_ids=self._stop_ids(options.get("stop_ids", ())),
+            logprobs=logprobs,
+            score_prompt=score_prompt,
+            prefill_chunk=chunk,
+            stop_text=self._stop_text(options),
+        )
+
+    def _check_max_gen_len(self, prompts: list[list[int]], max_gen_len: int | None) -> int:
+        window = self.model.params.max_seq_len
+        if max_gen_len is None:
+            return int(window - 1)
+        if isinstance(max_gen_len, bool) or not hasattr(max_gen_len, "__index__") or max_gen_len < 0:
+            raise LlamaError(f"max_gen_len={max_gen_len!r} must be None or a whole number from 0 up")
+        longest = max(map(len, prompts), default=0)
+        if longest + max_gen_len > window and max_gen_len != window - 1:  # the completions' own "as many as fit"
+            logger.warning(
+                "max_gen_len=%d is cut to %d: the longest prompt has %d of the window's max_seq_len=%d tokens",
+                max_gen_len,
+                window - longest,
+                longest,
+                window,
+            )
+        return as_int(max_gen_len)
+
+    def _stop_ids(self, stop_ids: Sequence[int]) -> frozenset[int]:
+        if isinstance(stop_ids, (str, bytes)) or not all(hasattr(token, "__index__") for token in stop_ids):
+            raise LlamaError(f"stop_ids={stop_ids!r} must be a list of token ids")
+        eos_id = self.tokenizer.eos_id  # read at each call; None never stops
+        return frozenset(as_int(token) for token in stop_ids) | (frozenset() if eos_id is None else {eos_id})
+
+    def _stop_text(self, options: Options) -> Any:
+        stops = _check_stops(options.get("stop", ()))
+        return (lambda: StopWatch(self.tokenizer, stops)) if stops else None
+
+    def _results(self, decoding: Decoding, logprobs: bool, echo: bool, details: bool) -> Any:
+        tokens: list[list[int]] = []
+        scores: list[list[float]] = []
+        notes: list[dict[str, Any]] = []
+        for row in decoding.rows:
+            count = len(row.output) - (row.finish_reason == "stop" and row.output[-1] in decoding.request.stop_ids)
+            tokens.append((row.prompt if echo else []) + row.output[:count])
+            scores.append((row.prompt_logprobs if echo else []) + row.logprobs[:count])
+            note = {"finish_reason": row.finish_reason or "length", "prompt_tokens": len(row.prompt)}
+            note["completion_tokens"] = count
+            if decoding.request.sampling.top_logprobs:
+                note["top_logprobs"] = row.top_logprobs[:count]
+            notes.append(note)
+        result = (tokens, scores if logprobs else None)
+        return (*result, notes) if details else result
+
+    # -------------------------------------------------------------------------------------- text
+
+    def text_completion(
+        self,
+        prompts: list[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        echo: bool = False,
+        *,
+        keep_space: bool = False,
+        **options: Unpack[Options],
+    ) -> list[CompletionPrediction]:
+        """Continue texts: one `{"generation": str}` per prompt, with `logprobs` also "tokens" and "logprobs".
+
+        `max_gen_len` None is as many as fit. `keep_space=True` keeps the space a continuation begins with, so that
+        prompt + generation reads right; further options as in `Options`. Errors as in `generate`.
+        """
+        if isinstance(prompts, str):
+            raise LlamaError(f"prompts is the str {prompts!r:.60}; it must be a list of texts: [{prompts!r:.20}]")
+        prompt_tokens = [self._encode_prompt(row, prompt) for row, prompt in enumerate(prompts)]
+        results, notes = self._generate_once(
+            prompt_tokens, temperature, top_p, max_gen_len, logprobs, options, echo=echo
+        )
+        predictions: list[CompletionPrediction] = []
+        for place, (tokens, scores) in enumerate(results):
+            text = self._text(tokens, options.get("stop", ()), keep_space)
+            extras = self._extras(tokens, scores, notes[place] if notes else {}, options, keep_space)
+            predictions.append({"generation": text, **extras})  # type: ignore[typeddict-item]
+        return predictions
+
+    def _encode_prompt(self, row: int, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            raise LlamaError(f"prompt {row} is a {type(prompt).__name__}; text_completion takes texts (ids: generate)")
+        if prompt.endswith(" "):
+            logger.warning(
+                "prompt %d ends in a space: the next token usually brings its own, so text may read worse", row
+            )
+        return self.tokenizer.encode(prompt, bos=True, eos=False)  # type: ignore[no-any-return]
+
+    def _generate_once(
+        self,
+        prompt_tokens: list[list[int]],
+        temperature: float,
+        top_p: float,
+        max_gen_len: int | None,
+        logprobs: bool,
+        options: Options,
+        **echo: bool,
+    ) -> tuple[list[tuple[list[int], list[float] | None]], list[dict[str, Any]] | None]:
+        """The one call of `self.generate`, by keyword, with the options that were given; its results by prompt."""
+        if options.get("top_logprobs") and "details" not in options:
+            options = {**options, "details": True}
+        outcome = self.generate(
+            prompt_tokens=prompt_tokens,
+            max_gen_len=self.model.params.max_seq_len - 1 if max_gen_len is None else max_gen_len,
+            temperature=temperature,
+            top_p=top_p,
+            logprobs=logprobs,
+            **echo,
+            **options,
+        )
+        tokens, scores = outcome[0], outcome[1]
+        pairs = list(zip(tokens, scores if logprobs else [None] * len(tokens), strict=True))
+        return pairs, outcome[2] if options.get("details") else None
+
+    def _text(self, tokens: list[int], stops: Sequence[str], keep_space: bool) -> str:
+        """The tokens' text, cut before the first stop string."""
+        if not stops and not keep_space:
+            return self.tokenizer.decode(tokens)  # type: ignore[no-any-return]
+        decoder = StreamDecoder(self.tokenizer, keep_space=True)
+        stop = StopFilter(_check_stops(stops))
+        text = "".join(stop.put(decoder.put(token)) for token in tokens)
+        text += stop.put(decoder.end())
+        text += stop.end()
+        return text if keep_space else text.removeprefix(" ")
+
+    def _extras(
+        self, tokens: list[int], scores: list[float] | None, note: dict[str, Any], options: Options, keep_space: bool
+    ) -> dict[str, Any]:
+        """What stands beside a result's "generation"."""
+        spell = self._spell if keep_space else self.tokenizer.decode
+        extras: dict[str, Any] = {}
+        if scores is not None:
+            extras["tokens"] = [spell(token) for token in tokens]
+            extras["logprobs"] = scores
+        if note and options.get("top_logprobs"):
+            best = note["top_logprobs"]
+            extras["top_logprobs"] = [{spell(token): value for token, value in entry.items()} for entry in best]
+        if note and options.get("details"):
+            extras |= {key: note[key] for key in ("finish_reason", "prompt_tokens", "completion_tokens")}
+        return extras
+
+    def _spell(self, token: int) -> str:
+        """One token's text with its space."""
+        decoder = StreamDecoder(self.tokenizer, keep_space=True)
+        return decoder.put(token) + decoder.end()
+
+    def stream_text(
+        self,
+        prompt: str,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        *,
+        keep_space: bool = False,
+        **options: Unpack[Options],
+    ) -> Iterator[str]:
+        """`text_completion` of one prompt in pieces: joined, they are its "generation" for the same seed."""
+        if not isinstance(prompt, str):
+            raise LlamaError(f"prompt is a {type(prompt).__name__}; stream_text takes one text")
+        steps = self.stream([self._encode_prompt(0, prompt)], max_gen_len, temperature, top_p, **options)
+        return self._pieces(steps, options, keep_space)
+
+    def _pieces(self, steps: Iterator[Step], options: Options, keep_space: bool) -> Iterator[str]:
+        """The text of one row's steps, as soon as it is certain."""
+        decoder = StreamDecoder(self.tokenizer, keep_space=True)
+        stop = StopFilter(_check_stops(options.get("stop", ())))
+        stop_ids = self._stop_ids(options.get("stop_ids", ()))
+        at_start = not keep_space
+        with contextlib.closing(steps):  # type: ignore[type-var]
+            for step in steps:
+                ended = step.finish_reason is not None
+                piece = "" if step.token in stop_ids else stop.put(decoder.put(step.token))
+                if ended:
+                    piece += stop.put(decoder.end()) + stop.end()
+                if piece:
+                    yield piece.removeprefix(" ") if at_start else piece
+                    at_start = False
+
+    # -------------------------------------------------------------------------------------- chat
+
+    def chat_completion(
+        self,
+        dialogs: list[Dialog],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        *,
+        keep_space: bool = False,
+        **options: Unpack[Options],
+    ) -> list[ChatPrediction]:
+        """Answer dialogs: one `{"generation": {"role": "assistant", "content": str}}` each, with `logprobs` also
+        "tokens" and "logprobs". A dialog that holds a special tag is answered with `UNSAFE_ERROR` and costs nothing.
+        """
+        for place, dialog in enumerate(dialogs):
+            check_dialog(dialog, place)
+        safe = [place for place, dialog in enumerate(dialogs) if not is_unsafe(dialog)]
+        prompts = [encode_dialog(self.tokenizer, dialogs[place], place) for place in safe]
+        answers: dict[int, dict[str, Any]] = {}
+        if prompts:
+            results, notes = self._generate_once(prompts, temperature, top_p, max_gen_len, logprobs, options)
+            for i, (tokens, scores) in enumerate(results):
+                content = self._text(tokens, options.get("stop", ()), keep_space)
+                extras = self._extras(tokens, scores, notes[i] if notes else {}, options, keep_space)
+                answers[safe[i]] = {"generation": {"role": "assistant", "content": content}, **extras}
+        refused = _refused(logprobs, options)
+        return [answers.get(place, refused) for place in range(len(dialogs))]  # type: ignore[misc]
+
+    def stream_chat(
+        self,
+        dialog: Dialog,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        *,
+        keep_space: bool = False,
+        **options: Unpack[Options],
+    ) -> Iterator[str]:
+        """`chat_completion` of one dialog in pieces: joined, they are its answer's "content" for the same seed."""
+        check_dialog(dialog, 0)
+        if is_unsafe(dialog):
+            return iter([UNSAFE_ERROR])
+        steps = self.stream([encode_dialog(self.tokenizer, dialog)], max_gen_len, temperature, top_p, **options)
+        return self._pieces(steps, options, keep_space)
+
+
+def _refused(logprobs: bool, options: Options) -> dict[str, Any]:
+    """The answer to a dialog that holds a special tag."""
+    answer: dict[str, Any] = {"generation": {"role": "assistant", "content": UNSAFE_ERROR}}
+    if logprobs:
+        answer |= {"tokens": [], "logprobs": []}
+    if options.get("top_logprobs"):
+        answer["top_logprobs"] = []
+    if options.get("details"):
+        answer |= {"finish_reason": "refused", "prompt_tokens": 0, "completion_tokens": 0}
+    return answer
+
+
+def _check_stops(stops: Any) -> tuple[str, ...]:
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise LlamaError(f"stop={stops!r} must be a list of texts, none of them empty")
+    return tuple(stops)
+
+
+# ---------------------------------------------------------------------------------------- building
+
+
+@contextlib.contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this device and dtype within; torch's defaults are as before afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _load(
+    ckpt_dir: str, tokenizer_path: str | None, sizes: dict[str, int], device: torch.device, dtype: torch.dtype
+) -> Llama:
+    """This rank's part of the checkpoint in a new model, with its tokenizer."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise LlamaError(f"{name}={value!r} must be a whole number of at least 1")
+    stored = checkpoints.open_checkpoint(ckpt_dir)
+    tokenizer = Tokenizer(str(_find_tokenizer(tokenizer_path, stored)))
+    args = ModelArgs(**{**stored.params, **sizes, "vocab_size": tokenizer.n_words})
+    rows = stored.shape("tok_embeddings.weight")[0]
+    if rows != tokenizer.n_words:
+        raise LlamaError(
+            f"{stored.path} embeds {rows} tokens, but the tokenizer has {tokenizer.n_words}: "
+            f"give the tokenizer that belongs to this checkpoint"
+        )
+    checkpoints.check_memory(args, device, dtype, parallel.world_size())
+    with _defaults(device, dtype):
+        model = Transformer(args)
+    checkpoints.load(model, stored, rank=parallel.rank(), world=parallel.world_size(), progress=parallel.rank() == 0)
+    return Llama(model, tokenizer)
+
+
+def _find_tokenizer(tokenizer_path: str | None, stored: "checkpoints.Checkpoint") -> Path:
+    if tokenizer_path:
+        return Path(tokenizer_path)
+    if stored.tokenizer_path is None:
+        raise FileNotFoundError(f"no tokenizer.model beside {stored.path}: pass tokenizer_path")
+    return stored.tokenizer_path

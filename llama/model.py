@@ -1,0 +1,347 @@
+"""The Llama architecture, top to bottom: ids in, logits out.
+
+Letters in the shape comments: b batch, s tokens fed in this call, t cache positions read (start_pos + s), d dim,
+h this rank's query heads, g this rank's key/value heads, k head_dim, v vocabulary.
+
+Papers: Llama 2 (arXiv 2307.09288), RMSNorm (1910.07467), rotary embedding (2104.09864), grouped-query attention
+(2305.13245), SwiGLU (2002.05202).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import LlamaError
+from .parallel import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, world_size
+
+# What a block is told about who sees whom: None (everyone sees everything before and with it), an additive tensor
+# (s, t) or (1 or b, 1 or h, s, t), a boolean one, or "causal": the lower triangle without a tensor, at start_pos 0.
+Mask: TypeAlias = Tensor | Literal["causal"] | None
+
+
+@dataclass
+class ModelArgs:
+    """The settings of a model, by the names of params.json; `vocab_size` -1 means: the tokenizer decides."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None
+    vocab_size: int = -1
+    multiple_of: int = 256  # the FFN's width is rounded up to a multiple of this
+    ffn_dim_multiplier: float | None = None
+    norm_eps: float = 1e-5
+    max_batch_size: int = 32
+    max_seq_len: int = 2048
+    rope_theta: float = 10000.0
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis, the division in float32 (RMSNorm, arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # cast before the weight: the other order changes a quarter of bfloat16 results
+        return self._norm(x.float()).type_as(x) * self.weight
+
+
+def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> Tensor:
+    """e^(i m theta^(-2j/dim)) for positions m < end and pairs j: complex64 (end, dim / 2)."""
+    freqs = 1.0 / (theta ** (torch.arange(0, dim, 2)[: dim // 2].float() / dim))
+    positions = torch.arange(end, device=freqs.device)
+    angles = torch.outer(positions, freqs).float()  # float32, as published: float64 moves late logits by 1e-3
+    return torch.polar(torch.ones_like(angles), angles)  # (end, dim / 2)
+
+
+def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
+    """freqs_cis (s, k/2), or one table per row (b, s, k/2), viewed so that it multiplies x (b, s, heads, k/2)."""
+    wanted = (x.shape[1], x.shape[-1])
+    if freqs_cis.ndim == 3:
+        return freqs_cis.unsqueeze(2)  # (b, s, 1, k/2)
+    assert freqs_cis.shape == wanted, f"freqs_cis has shape {tuple(freqs_cis.shape)}, x needs {wanted}"
+    return freqs_cis.view(*(n if axis in (1, x.ndim - 1) else 1 for axis, n in enumerate(x.shape)))  # (1, s, 1, k/2)
+
+
+def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32."""
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))  # (b, s, h, k/2)
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))  # (b, s, g, k/2)
+    turn = reshape_for_broadcast(freqs_cis, xq_)
+    xq_out = torch.view_as_real(xq_ * turn).flatten(3)  # (b, s, h, k)
+    xk_out = torch.view_as_real(xk_ * turn).flatten(3)  # (b, s, g, k)
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
+    """(b, s, g, k) to (b, s, g * n_rep, k), each head n_rep times in a row. Published; attention does without it."""
+    return x if n_rep == 1 else torch.repeat_interleave(x, n_rep, dim=2)
+
+
+def attend(xq: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+    """softmax(q k^T / sqrt(k) + mask) v, with h / g query heads to a key/value head.
+
+    xq (b, s, h, k), keys and values (b, t, g, k), the result (b, s, h, k).
+    """
+    bsz, seqlen, n_heads, head_dim = xq.shape
+    n_kv_heads = keys.shape[2]
+    queries, keys, values = xq.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)  # (b, heads, s or t, k)
+    causal = isinstance(mask, str)
+    bias = None if isinstance(mask, str) or mask is None else mask if mask.dtype == torch.bool else mask.type_as(xq)
+    if seqlen == 1 and n_heads != n_kv_heads and (bias is None or bias.ndim == 2 or bias.shape[1] == 1):
+        # One token: the queries of a group stand in as rows of one attention (10 x faster than enable_gqa on a CPU).
+        grouped = xq.view(bsz, n_kv_heads, n_heads // n_kv_heads, head_dim)  # (b, g, h/g, k)
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias)
+        return output.reshape(bsz, 1, n_heads, head_dim)
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bias, is_causal=causal, enable_gqa=n_heads != n_kv_heads
+    )
+    return output.transpose(1, 2)  # (b, s, h, k)
+
+
+def _count(args: Any, name: str, value: int) -> int:
+    if value < 1:
+        raise LlamaError(f"{name}={value} must be at least 1 (dim={args.dim})")
+    return value
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a static cache of keys and values, cut over the ranks by heads.
+
+    `cache_k`, `cache_v` (max_batch_size, max_seq_len, g, k) are plain tensors in the model's dtype: absent from
+    `state_dict`, free to be moved or replaced.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        ranks = world_size()
+        n_heads = _count(args, "n_heads", args.n_heads)
+        self.n_kv_heads = n_heads if args.n_kv_heads is None else _count(args, "n_kv_heads", args.n_kv_heads)
+        _check_heads(args.dim, n_heads, self.n_kv_heads, ranks)
+        self.n_local_heads = n_heads // ranks
+        self.n_local_kv_heads = self.n_kv_heads // ranks
+        self.n_rep = self.n_local_heads // self.n_local_kv_heads
+        self.head_dim = args.dim // n_heads
+
+        self.wq = ColumnParallelLinear(args.dim, n_heads * self.head_dim)
+        self.wk = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim)
+        self.wv = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim)
+        self.wo = RowParallelLinear(n_heads * self.head_dim, args.dim)
+
+        shape = (args.max_batch_size, args.max_seq_len, self.n_local_kv_heads, self.head_dim)
+        with torch.inference_mode(False):  # an inference tensor could not be written to in training later
+            self.cache_k = torch.zeros(shape)
+            self.cache_v = torch.zeros(shape)
+
+    def match_cache(self, like: Tensor) -> None:
+        """Give the cache the dtype and device of `like`: the model may have been cast since it was made."""
+        if self.cache_k.dtype != like.dtype or self.cache_k.device != like.device:
+            with torch.inference_mode(False):
+                self.cache_k = self.cache_k.to(device=like.device, dtype=like.dtype)
+                self.cache_v = self.cache_v.to(device=like.device, dtype=like.dtype)
+
+    def _check_room(self, bsz: int, start_pos: int, seqlen: int) -> None:
+        rows, positions = self.cache_k.shape[:2]
+        if start_pos < 0 or start_pos + seqlen > positions:
+            raise LlamaError(
+                f"start_pos={start_pos} with seqlen={seqlen} does not fit in max_seq_len={positions}: "
+                f"feed fewer tokens or build with a larger max_seq_len"
+            )
+        if bsz > rows:
+            raise LlamaError(
+                f"{bsz} rows do not fit in max_batch_size={rows} (start_pos={start_pos}, seqlen={seqlen}): "
+                f"feed fewer rows or build with a larger max_batch_size"
+            )
+
+    def _remember(self, xk: Tensor, xv: Tensor, start_pos: int) -> tuple[Tensor, Tensor]:
+        """Write xk, xv (b, s, g, k) at start_pos; return keys and values (b, t, g, k) of everything so far."""
+        bsz, seqlen = xk.shape[:2]
+        end = start_pos + seqlen
+        self.cache_k[:bsz, start_pos:end] = xk.detach()
+        self.cache_v[:bsz, start_pos:end] = xv.detach()
+        if start_pos == 0:
+            return xk, xv
+        if xk.requires_grad or xv.requires_grad:  # the cache holds no graph: take the new part from xk, xv themselves
+            old_k, old_v = self.cache_k[:bsz, :start_pos].clone(), self.cache_v[:bsz, :start_pos].clone()
+            return torch.cat([old_k, xk], dim=1), torch.cat([old_v, xv], dim=1)
+        return self.cache_k[:bsz, :end], self.cache_v[:bsz, :end]
+
+    def _remember_rows(self, xk: Tensor, xv: Tensor, start_pos: Tensor, span: int) -> tuple[Tensor, Tensor]:
+        """As `_remember`, each row at its own position; the cache is read up to `span`, the mask hides the rest."""
+        bsz, seqlen = xk.shape[:2]
+        rows = torch.arange(bsz, device=xk.device)[:, None]  # (b, 1)
+        columns = start_pos[:, None] + torch.arange(seqlen, device=xk.device)  # (b, s)
+        self.cache_k[rows, columns] = xk.detach()
+        self.cache_v[rows, columns] = xv.detach()
+        return self.cache_k[:bsz, :span], self.cache_v[:bsz, :span]
+
+    def forward(self, x: Tensor, start_pos: int | Tensor, freqs_cis: Tensor, mask: Mask) -> Tensor:
+        """x (b, s, d) at positions start_pos.. of the cache to (b, s, d).
+
+        `start_pos` is an int, or one position per row (LongTensor (b,)); then freqs_cis is (b, s, k/2) and the mask
+        boolean (b, 1, s, span). LlamaError where rows or positions do not fit in the cache.
+        """
+        bsz, seqlen, _ = x.shape
+        xq = self.wq(x).view(bsz, seqlen, self.n_local_heads, self.head_dim)  # (b, s, h, k)
+        xk = self.wk(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)  # (b, s, g, k)
+        xv = self.wv(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)  # (b, s, g, k)
+        xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
+
+        self.match_cache(xk)
+        if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
+            assert isinstance(mask, Tensor), "one position per row needs a mask that hides what lies beyond each row"
+            self._check_room(bsz, 0, seqlen)
+            keys, values = self._remember_rows(xk, xv, start_pos, mask.shape[-1])
+        else:
+            self._check_room(bsz, int(start_pos), seqlen)
+            keys, values = self._remember(xk, xv, int(start_pos))
+        output = attend(xq, keys, values, mask)  # (b, s, h, k)
+        return self.wo(output.reshape(bsz, seqlen, -1))  # type: ignore[no-any-return]
+
+
+def _check_heads(dim: int, n_heads: int, n_kv_heads: int, ranks: int) -> None:
+    if dim % n_heads or (dim // n_heads) % 2:
+        raise LlamaError(f"dim={dim} must be n_heads={n_heads} times an even head_dim, got {dim / n_heads:g}")
+    if n_heads % n_kv_heads:
+        raise LlamaError(f"n_heads={n_heads} is not divisible by n_kv_heads={n_kv_heads}")
+    if n_heads % ranks:
+        raise LlamaError(f"n_heads={n_heads} is not divisible by the {ranks} ranks that share the model")
+    if n_kv_heads % ranks:
+        raise LlamaError(
+            f"n_kv_heads={n_kv_heads} is not divisible by the {ranks} ranks that share the model: "
+            f"start at most {math.gcd(n_kv_heads, n_heads)} ranks"
+        )
+
+
+class FeedForward(nn.Module):
+    """w2(silu(w1 x) * w3 x) (SwiGLU), its width computed from 4 * dim as published (facts: sizes)."""
+
+    def __init__(self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> None:
+        super().__init__()
+        hidden_dim = int(2 * hidden_dim / 3)
+        if ffn_dim_multiplier is not None:
+            hidden_dim = int(ffn_dim_multiplier * hidden_dim)
+        hidden_dim = multiple_of * ((hidden_dim + multiple_of - 1) // multiple_of)
+        self.w1 = ColumnParallelLinear(dim, hidden_dim)
+        self.w2 = RowParallelLinear(hidden_dim, dim)
+        self.w3 = ColumnParallelLinear(dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, layer_id: int, args: ModelArgs) -> None:
+        super().__init__()
+        self.n_heads = args.n_heads
+        self.dim = args.dim
+        self.head_dim = args.dim // _count(args, "n_heads", args.n_heads)
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
+        self.layer_id = layer_id
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x: Tensor, start_pos: int | Tensor, freqs_cis: Tensor, mask: Mask) -> Tensor:
+        """x (b, s, d) to (b, s, d); the other arguments as in `Attention.forward`."""
+        h = x + self.attention(self.attention_norm(x), start_pos, freqs_cis, mask)
+        return h + self.feed_forward(self.ffn_norm(h))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """The whole model. Weights are uninitialised until loaded; dtype and device are torch's defaults when it is made."""
+
+    def __init__(self, params: ModelArgs) -> None:
+        super().__init__()
+        self.params = params
+        self.vocab_size = params.vocab_size
+        self.n_layers = params.n_layers
+        if params.vocab_size < 1:
+            raise LlamaError(
+                f"vocab_size={params.vocab_size}: set it to the tokenizer's n_words before the model is made"
+            )
+
+        self.tok_embeddings = ParallelEmbedding(params.vocab_size, params.dim)
+        self.layers = nn.ModuleList(TransformerBlock(layer_id, params) for layer_id in range(params.n_layers))
+        self.norm = RMSNorm(params.dim, eps=params.norm_eps)
+        self.output = ColumnParallelLinear(params.dim, params.vocab_size, gather_output=True)
+        # A plain attribute, not a buffer: `.half()` must not touch it. Twice max_seq_len, as published.
+        self.freqs_cis = precompute_freqs_cis(
+            params.dim // params.n_heads, params.max_seq_len * 2, getattr(params, "rope_theta", 10000.0)
+        )
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, start_pos: int | Tensor) -> Tensor:
+        """Ids (b, s) whose first stands at start_pos (an int, or a LongTensor (b,)) to float32 logits (b, s, v).
+
+        What lies before start_pos is taken from the cache. LlamaError where rows or positions do not fit.
+        """
+        return self.output(self.hidden(tokens, start_pos, published_mask=True)).float()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def hidden(
+        self, tokens: Tensor, start_pos: int | Tensor, span: int | None = None, *, published_mask: bool = False
+    ) -> Tensor:
+        """As `forward`, without the output head: the normed states (b, s, d), so that a caller applies the head
+        where it wants logits. `span` bounds the cache positions read with one position per row (default: all used).
+        `published_mask` hands the blocks the whole additive mask at start_pos 0, for hooks that look at it.
+        """
+        h = self.tok_embeddings(tokens.to(self.tok_embeddings.weight.device))  # (b, s, d)
+        self.freqs_cis = self.freqs_cis.to(h.device)
+        seqlen = tokens.shape[1]
+        mask: Mask
+        if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
+            start_pos, freqs_cis, mask = self._row_positions(start_pos, seqlen, span, h.device)
+        else:
+            start_pos = int(start_pos)
+            freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)
+            self._check_window(start_pos, seqlen)
+            mask = None
+            if seqlen > 1:
+                mask = "causal" if start_pos == 0 and not published_mask else causal_mask(seqlen, start_pos, h)
+        for layer in self.layers:
+            h = layer(h, start_pos, freqs_cis, mask)
+        return self.norm(h)  # type: ignore[no-any-return]
+
+    def _check_window(self, start_pos: int, seqlen: int) -> None:
+        """The blocks check the cache; this is about the angles, of which there are twice max_seq_len."""
+        if start_pos < 0 or start_pos + seqlen > len(self.freqs_cis):
+            raise LlamaError(
+                f"start_pos={start_pos} with seqlen={seqlen} does not fit in max_seq_len={self.params.max_seq_len}: "
+                f"feed fewer tokens or build with a larger max_seq_len"
+            )
+
+    def _row_positions(
+        self, start_pos: Tensor, seqlen: int, span: int | None, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions (b,) on the device, their angles (b, s, k/2) and who-sees-whom, boolean (b, 1, s, span)."""
+        if span is None:
+            first, span = int(start_pos.min()), int(start_pos.max()) + seqlen
+            if first < 0 or span > self.params.max_seq_len:
+                raise LlamaError(
+                    f"start_pos={start_pos.tolist()} with seqlen={seqlen} does not fit in "
+                    f"max_seq_len={self.params.max_seq_len}"
+                )
+        start_pos = start_pos.to(device)
+        positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
+        visible = torch.arange(span, device=device) <= positions[:, :, None]  # (b, s, span)
+        return start_pos, self.freqs_cis[positions], visible[:, None]
+
+
+def causal_mask(seqlen: int, start_pos: int, like: Tensor) -> Tensor:
+    """Additive (s, t) in `like`'s dtype: 0 on the cache and the lower triangle, -inf on what is yet to come."""
+    mask = torch.full((seqlen, seqlen), float("-inf"), device=like.device)
+    mask = torch.triu(mask, diagonal=1)
+    return torch.hstack([torch.zeros((seqlen, start_pos), device=like.device), mask]).type_as(like)
