@@ -117,6 +117,7 @@ class Turn:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._streaming = False
+        self.cached: list[int] = []  # ids that cache row 0 holds, where a single stream left it
 
     @classmethod
     def of(cls, generator: "Llama") -> "Turn":
@@ -127,8 +128,8 @@ class Turn:
             return vars(generator).setdefault("_turn", cls())  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def take(self, streaming: bool = False) -> Iterator[None]:
-        """LlamaError "busy" while a stream is open, or from within a call (a hook) of the same thread."""
+    def take(self, streaming: bool = False) -> Iterator[list[int]]:
+        """Yields the ids that cache row 0 still holds. LlamaError "busy" while a stream is open, or from within a call (a hook) of the same thread."""
         while True:
             if self._streaming or self._owner == threading.get_ident():
                 what = (
@@ -140,8 +141,9 @@ class Turn:
             if self._lock.acquire(timeout=0.05):
                 break
         self._owner, self._streaming = threading.get_ident(), streaming
+        cached, self.cached = self.cached, []
         try:
-            yield
+            yield cached
         finally:
             self._owner, self._streaming = None, False
             self._lock.release()
@@ -291,10 +293,10 @@ class Llama:
         With `details=True` a third value, one dict per prompt. Any number of prompts; LlamaError for what cannot be.
         """
         details, progress = options.pop("details", False), options.pop("progress", False)
-        prompts = self._check_prompts(prompt_tokens)
-        request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, echo and logprobs, options)
-        decoding = Decoding(self.model, prompts, request)
-        with Turn.of(self).take(), tqdm(total=len(prompts), disable=not progress, unit="prompt") as bar:
+        decoding = self.decoding(
+            prompt_tokens, max_gen_len, temperature, top_p, logprobs, echo and logprobs, options=options
+        )
+        with Turn.of(self).take(), tqdm(total=len(decoding.rows), disable=not progress, unit="prompt") as bar:
             for step in decoding.steps():
                 bar.update(step.finish_reason is not None)
         return self._results(decoding, logprobs, echo, details)
@@ -312,13 +314,37 @@ class Llama:
 
         From the first step until the iterator is exhausted or closed, other calls on this model are a "busy" LlamaError.
         """
-        prompts = self._check_prompts(prompt_tokens)
-        request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, False, options)
-        return self._stream(Decoding(self.model, prompts, request))
+        return self.run(self.decoding(prompt_tokens, max_gen_len, temperature, top_p, logprobs, options=options))
 
-    def _stream(self, decoding: Decoding) -> Iterator[Step]:
-        with Turn.of(self).take(streaming=True):
-            yield from decoding.steps()
+    def decoding(
+        self,
+        prompt_tokens: Any,
+        max_gen_len: int | None,
+        temperature: float,
+        top_p: float,
+        logprobs: bool = False,
+        score_prompt: bool = False,
+        *,
+        options: Options,
+    ) -> Decoding:
+        """One call's checked prompts and settings, ready to run."""
+        prompts = self._check_prompts(prompt_tokens)
+        request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, score_prompt, options)
+        return Decoding(self.model, prompts, request)
+
+    def run(self, decoding: Decoding, reuse: bool = False) -> Iterator[Step]:
+        """The steps of a decoding, while nobody else may use the cache. `reuse` skips the part of a single prompt that
+        the last stream left in the cache, provided nobody but this class has touched it since.
+        """
+        turn = Turn.of(self)
+        with turn.take(streaming=True) as cached:
+            if reuse:
+                decoding.reuse(cached)
+            try:
+                yield from decoding.steps()
+            finally:
+                if len(decoding.rows) == 1 and decoding.rows[0].output:
+                    turn.cached = decoding.rows[0].tokens[:-1]
 
     def _check_prompts(self, prompt_tokens: Any) -> list[list[int]]:
         if isinstance(prompt_tokens, (str, bytes)) or not hasattr(prompt_tokens, "__iter__"):
@@ -537,9 +563,9 @@ class Llama:
         if not isinstance(prompt, str):
             raise LlamaError(f"prompt is a {type(prompt).__name__}; stream_text takes one text")
         steps = self.stream([self._encode_prompt(0, prompt)], max_gen_len, temperature, top_p, **options)
-        return self._pieces(steps, options, keep_space)
+        return self.pieces(steps, options, keep_space)
 
-    def _pieces(self, steps: Iterator[Step], options: Options, keep_space: bool) -> Iterator[str]:
+    def pieces(self, steps: Iterator[Step], options: Options, keep_space: bool = False) -> Iterator[str]:
         """The text of one row's steps, as soon as it is certain."""
         decoder = StreamDecoder(self.tokenizer, keep_space=True)
         stop = StopFilter(_check_stops(options.get("stop", ())))
@@ -600,7 +626,7 @@ class Llama:
         if is_unsafe(dialog):
             return iter([UNSAFE_ERROR])
         steps = self.stream([encode_dialog(self.tokenizer, dialog)], max_gen_len, temperature, top_p, **options)
-        return self._pieces(steps, options, keep_space)
+        return self.pieces(steps, options, keep_space)
 
 
 def _refused(logprobs: bool, options: Options) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    from fairscale.nn.model_parallel import initialize as fs_init
+    from fairscale.nn.model_parallel import initialize as fs_init  # type: ignore[import-untyped]
     from fairscale.nn.model_parallel import layers as fs_layers
-    from fairscale.nn.model_parallel.mappings import (
+    from fairscale.nn.model_parallel.mappings import (  # type: ignore[import-untyped]
         copy_to_model_parallel_region,
         gather_from_model_parallel_region,
         reduce_from_model_parallel_region,
@@ -235,7 +236,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
     if backend == "nccl":
         options["device_id"] = device
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+        dist.init_process_group(backend, store=c10d.HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -243,10 +244,10 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with torchrun, "
             f"or unset WORLD_SIZE to run on one"
         )
-    store, this_rank, ranks = next(dist.rendezvous("env://", **({} if limit is None else {"timeout": limit})))
+    store, this_rank, ranks = next(c10d.rendezvous("env://", **({"timeout": limit} if limit else {})))
     # torchrun's store outlives our groups: without a prefix of its own a second group would find the first one's ports
     ProcessGroups._worlds_made += 1
-    store = dist.PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
+    store = c10d.PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
     dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
 
 
@@ -280,7 +281,7 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
         if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
             return F.linear(input_, self.weight)
         output = F.linear(copy_to_model_parallel_region(input_), self.weight)
-        return gather_from_model_parallel_region(output) if self.gather_output else output
+        return gather_from_model_parallel_region(output) if self.gather_output else output  # type: ignore[no-any-return]
 
 
 class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]

@@ -112,7 +112,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def watched(model: Any) -> bool:
     """Whether any forward is not ours (a stub, a subclass, a patched method) or any hook would notice a difference."""
-    if type(model) is not Transformer or nn.modules.module._has_any_global_hook():
+    if type(model) is not Transformer or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     for module in model.modules():
         cls = type(module)
@@ -173,6 +173,7 @@ class Decoding:
             Row(i, prompt, min(window, len(prompt) + request.max_gen_len), list(prompt))
             for i, prompt in enumerate(prompts)
         ]
+        self.reused = 0  # positions of a single prompt that its cache row holds already
         self.batch_size: int = model.params.max_batch_size
         one_length = len({len(prompt) for prompt in prompts}) <= 1
         self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
@@ -186,6 +187,14 @@ class Decoding:
                 copies[tuple(row.prompt)] += 1
             if self.request.stop_text is not None:
                 row.stop_text = self.request.stop_text()
+
+    def reuse(self, cached: Sequence[int]) -> None:
+        """Skip what a single prompt shares with the ids in cache row 0; its last token is fed in any case."""
+        if len(self.rows) == 1:
+            pairs = zip(cached, self.rows[0].prompt[:-1], strict=False)
+            self.reused = next(
+                (n for n, (old, new) in enumerate(pairs) if old != new), min(len(cached), len(self.rows[0].prompt) - 1)
+            )
 
     def steps(self) -> Iterator[Step]:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
@@ -205,7 +214,7 @@ class Decoding:
         tokens = torch.zeros((len(rows), max(row.limit for row in rows) + 1), dtype=torch.long)  # (n, s)
         for i, row in enumerate(rows):
             tokens[i, : len(row.prompt)] = torch.tensor(row.prompt)
-        previous, current = 0, min(len(row.prompt) for row in rows)
+        previous, current = self.reused, min(len(row.prompt) for row in rows)
         while any(row.has_room or row.unscored(self.request) for row in rows):
             logits = self.model.forward(self._to_device(tokens[:, previous:current]), previous)  # (n, s, v)
             for i, row in enumerate(rows):
@@ -248,7 +257,7 @@ class Decoding:
         last: dict[int, Tensor] = {}
         longest, chunk = len(new[0].prompt), self.request.prefill_chunk
         with cache_rows(self.model, first):
-            for start in range(0, longest, chunk):
+            for start in range(self.reused, longest, chunk):
                 feeding = [row for row in new if len(row.prompt) > start]
                 width = min(chunk, longest - start)
                 pieces = [row.prompt[start : start + width] for row in feeding]

@@ -1,0 +1,93 @@
+"""Llama 2's chat format: a dialog to ids, with the guard against its special tags."""
+
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from .errors import LlamaError
+
+Role: TypeAlias = Literal["system", "user", "assistant"]
+
+
+class Message(TypedDict):
+    """One turn of a dialog."""
+
+    role: Role
+    content: str
+
+
+Dialog: TypeAlias = list[Message]
+
+B_INST, E_INST = "[INST]", "[/INST]"
+B_SYS, E_SYS = "<<SYS>>\n", "\n<</SYS>>\n\n"
+SPECIAL_TAGS = [B_INST, E_INST, "<<SYS>>", "<</SYS>>"]
+UNSAFE_ERROR = "Error: special tags are not allowed as part of the prompt."
+
+
+def is_unsafe(dialog: Dialog) -> bool:
+    """Whether any message holds one of the format's own tags, and so could pose as another turn."""
+    return any(tag in message["content"] for message in dialog for tag in SPECIAL_TAGS)
+
+
+def check_dialog(dialog: Any, index: int) -> None:
+    """LlamaError, naming dialog and message, unless it is [system,] user, assistant, user, ..., user."""
+    where = f"dialog {index}"
+    if not isinstance(dialog, (list, tuple)):
+        raise LlamaError(f"{where} is a {type(dialog).__name__}; it must be a list of messages")
+    for place, message in enumerate(dialog):
+        _check_message(message, f"{where}, message {place}")
+    turns = dialog[1:] if dialog and dialog[0]["role"] == "system" else dialog
+    if not turns:
+        what = "is empty" if not dialog else "has a system message only"
+        raise LlamaError(f"{where} {what}: it needs a message of the user to answer")
+    first = len(dialog) - len(turns)
+    for place, message in enumerate(turns):
+        expected = "user" if place % 2 == 0 else "assistant"
+        if message["role"] != expected:
+            raise LlamaError(
+                f"{where}, message {first + place}: role is {message['role']!r}, expected {expected!r}: after an optional "
+                f"system message, user and assistant take turns, the user first"
+            )
+    if turns[-1]["role"] != "user":
+        raise LlamaError(
+            f"{where}, message {len(dialog) - 1}: the last message must be from the user, not the assistant"
+        )
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+        raise LlamaError(f'{where} is {message!r:.60}; it must be a dict with "role" and "content"')
+    if message["role"] not in ("system", "user", "assistant"):
+        raise LlamaError(f"{where}: role {message['role']!r} is not 'system', 'user' or 'assistant'")
+    if not isinstance(message["content"], str):
+        raise LlamaError(f"{where}: content is a {type(message['content']).__name__}, it must be a str")
+
+
+def encode_dialog(tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
+    """The ids of Llama 2's prompt for a dialog; every finished turn is a text of its own between BOS and EOS.
+
+    LlamaError for a dialog that cannot be answered, or with `UNSAFE_ERROR` where a message holds a special tag;
+    `index` names the dialog in it. The dialog is not changed.
+    """
+    check_dialog(dialog, index)
+    if is_unsafe(dialog):
+        raise LlamaError(f"dialog {index}: {UNSAFE_ERROR}")
+    texts = [message["content"] for message in dialog]
+    if dialog[0]["role"] == "system":
+        texts = [B_SYS + texts[0] + E_SYS + texts[1], *texts[2:]]
+    ids: list[int] = []
+    for user, assistant in zip(texts[0::2], texts[1::2], strict=False):
+        turn = f"{B_INST} {user.strip()} {E_INST} {assistant.strip()} "
+        ids += tokenizer.encode(turn, bos=True, eos=True)
+    return ids + tokenizer.encode(f"{B_INST} {texts[-1].strip()} {E_INST}", bos=True, eos=False)  # type: ignore[no-any-return]
+
+
+def fit_dialog(tokenizer: Any, dialog: Dialog, room: int) -> tuple[Dialog, int]:
+    """The dialog without the oldest turns that do not fit in `room` tokens, and how many messages were dropped.
+
+    The system text and the last question stay, also where they alone are too long.
+    """
+    lead = dialog[:1] if dialog and dialog[0]["role"] == "system" else []
+    turns = dialog[len(lead) :]
+    dropped = 0
+    while len(turns) - dropped > 2 and len(encode_dialog(tokenizer, lead + turns[dropped:])) > room:
+        dropped += 2  # a question and its answer
+    return lead + turns[dropped:], dropped

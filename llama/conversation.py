@@ -1,0 +1,93 @@
+"""A dialog that goes on: turns, the window, and a cache that keeps what did not change."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from typing_extensions import Unpack
+
+from .chat import UNSAFE_ERROR, Dialog, check_dialog, encode_dialog, fit_dialog, is_unsafe
+from .generation import Llama, Options
+
+
+class Conversation:
+    """One dialog with a generator, streamed turn by turn.
+
+    Each turn feeds only what follows the longest common prefix of the new prompt's ids and what cache row 0 holds; any
+    other call on the generator in between starts it afresh. When the window is full the oldest turns are dropped, the
+    system text stays; `dropped` says how many messages the last turn lost.
+    """
+
+    def __init__(self, generator: Llama, system: str | None = None) -> None:
+        self.generator = generator
+        self.dialog: Dialog = []
+        self.dropped = 0
+        self.prefilled = 0  # positions of the last prompt that had to be fed
+        self.completion_tokens = 0  # of the last answer
+        self.system = system
+
+    @property
+    def system(self) -> str | None:
+        """The text that goes before the first question; setting it keeps the turns."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        self._system = text or None
+
+    def reset(self) -> None:
+        """Forget all turns, not the system text."""
+        self.dialog = []
+
+    def messages(self) -> Dialog:
+        """The whole dialog, system text first."""
+        lead: Dialog = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return lead + self.dialog
+
+    def ask(
+        self,
+        content: str,
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[str]:
+        """The answer to `content` in pieces. An iterator that is closed early keeps what was said so far as the answer.
+
+        A text with special tags is answered with `UNSAFE_ERROR` and not kept. LlamaError where it does not fit alone.
+        """
+        self.dialog.append({"role": "user", "content": content})
+        kept = False
+        try:
+            if is_unsafe(self.messages()):
+                yield UNSAFE_ERROR
+                return
+            pieces: list[str] = []
+            kept = True
+            try:
+                for piece in self._answer(temperature, top_p, max_gen_len, options):
+                    pieces.append(piece)
+                    yield piece
+            except Exception:
+                kept = False
+                raise
+            finally:
+                if kept:
+                    self.dialog.append({"role": "assistant", "content": "".join(pieces)})
+        finally:
+            if not kept:
+                self.dialog.pop()
+
+    def _answer(self, temperature: float, top_p: float, max_gen_len: int | None, options: Any) -> Iterator[str]:
+        """Drop what does not fit, then stream from the end of the common prefix."""
+        window = self.generator.model.params.max_seq_len
+        room = window - (max(1, window // 4) if max_gen_len is None else min(max_gen_len, window - 1))
+        dialog, self.dropped = fit_dialog(self.generator.tokenizer, self.messages(), room)
+        self.dialog = [message for message in dialog if message["role"] != "system"]
+        check_dialog(dialog, 0)
+        prompt = encode_dialog(self.generator.tokenizer, dialog)
+        decoding = self.generator.decoding([prompt], max_gen_len, temperature, top_p, options=options)
+        try:
+            yield from self.generator.pieces(self.generator.run(decoding, reuse=True), options)
+        finally:
+            self.prefilled = len(prompt) - decoding.reused
+            self.completion_tokens = len(decoding.rows[0].output)
