@@ -1,5 +1,6 @@
 """Llama 2's chat format: a dialog to ids, with the guard against its special tags."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from .errors import LlamaError
@@ -23,7 +24,7 @@ UNSAFE_ERROR = "Error: special tags are not allowed as part of the prompt."
 
 
 def is_unsafe(dialog: Dialog) -> bool:
-    """Whether any message holds one of the format's own tags, and so could pose as another turn."""
+    """Whether any message of a checked dialog holds one of the format's own tags, and so could pose as another turn."""
     return any(tag in message["content"] for message in dialog for tag in SPECIAL_TAGS)
 
 
@@ -34,26 +35,24 @@ def check_dialog(dialog: Any, index: int) -> None:
         raise LlamaError(f"{where} is a {type(dialog).__name__}; it must be a list of messages")
     for place, message in enumerate(dialog):
         _check_message(message, f"{where}, message {place}")
-    turns = dialog[1:] if dialog and dialog[0]["role"] == "system" else dialog
-    if not turns:
-        what = "is empty" if not dialog else "has a system message only"
+    roles = [message["role"] for message in dialog]
+    first = 1 if roles[:1] == ["system"] else 0
+    if len(roles) == first:
+        what = "has a system message only" if first else "is empty"
         raise LlamaError(f"{where} {what}: it needs a message of the user to answer")
-    first = len(dialog) - len(turns)
-    for place, message in enumerate(turns):
-        expected = "user" if place % 2 == 0 else "assistant"
-        if message["role"] != expected:
+    for place, role in enumerate(roles[first:], first):
+        expected = "user" if (place - first) % 2 == 0 else "assistant"
+        if role != expected:
             raise LlamaError(
-                f"{where}, message {first + place}: role is {message['role']!r}, expected {expected!r}: after an optional "
-                f"system message, user and assistant take turns, the user first"
+                f"{where}, message {place}: role is {role!r}, expected {expected!r}: "
+                f"after an optional system message, user and assistant take turns, the user first"
             )
-    if turns[-1]["role"] != "user":
-        raise LlamaError(
-            f"{where}, message {len(dialog) - 1}: the last message must be from the user, not the assistant"
-        )
+    if roles[-1] != "user":
+        raise LlamaError(f"{where}, message {len(roles) - 1}: the last message must be from the user, not assistant")
 
 
 def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict) or "role" not in message or "content" not in message:
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise LlamaError(f'{where} is {message!r:.60}; it must be a dict with "role" and "content"')
     if message["role"] not in ("system", "user", "assistant"):
         raise LlamaError(f"{where}: role {message['role']!r} is not 'system', 'user' or 'assistant'")

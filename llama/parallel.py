@@ -22,9 +22,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 try:
     from fairscale.nn.model_parallel import initialize as fs_init  # type: ignore[import-untyped]
@@ -236,7 +237,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
     if backend == "nccl":
         options["device_id"] = device
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        dist.init_process_group(backend, store=c10d.HashStore(), rank=0, world_size=1, **options)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -244,10 +245,11 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with torchrun, "
             f"or unset WORLD_SIZE to run on one"
         )
-    store, this_rank, ranks = next(c10d.rendezvous("env://", **({"timeout": limit} if limit else {})))
+    wait: dict[str, Any] = {"timeout": limit} if limit else {}
+    store, this_rank, ranks = next(rendezvous("env://", **wait))
     # torchrun's store outlives our groups: without a prefix of its own a second group would find the first one's ports
     ProcessGroups._worlds_made += 1
-    store = c10d.PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
+    store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
     dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
 
 
@@ -281,7 +283,7 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
         if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
             return F.linear(input_, self.weight)
         output = F.linear(copy_to_model_parallel_region(input_), self.weight)
-        return gather_from_model_parallel_region(output) if self.gather_output else output  # type: ignore[no-any-return]
+        return gather_from_model_parallel_region(output) if self.gather_output else output
 
 
 class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
@@ -304,7 +306,7 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
         if world_size() == 1:
             return F.linear(input_, self.weight)
         local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
-        return reduce_from_model_parallel_region(F.linear(local, self.weight))
+        return reduce_from_model_parallel_region(F.linear(local, self.weight))  # type: ignore[no-any-return]
 
 
 class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]

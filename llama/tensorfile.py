@@ -69,18 +69,20 @@ def read_json(path: Path, expected: str) -> dict[str, Any]:
 
 def map_file(path: Path) -> torch.UntypedStorage:
     """The file as memory. Pages are read when touched, and private: writing to a tensor leaves the file alone."""
-    return torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    assert isinstance(storage, torch.UntypedStorage)
+    return storage
 
 
 def view(storage: torch.UntypedStorage, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The tensor that begins `start` bytes into `storage`: mapped, or a copy where the start is not aligned."""
     stop = start + math.prod(shape) * dtype.itemsize
+    own: Any = storage[start:stop]  # a storage of its own: torch.save then writes this tensor, not the whole file
     if start % dtype.itemsize:
-        aligned = torch.UntypedStorage(stop - start)
-        aligned.copy_(storage[start:stop])
-        return torch.empty(0, dtype=dtype).set_(aligned, 0, shape)
-    # a slice of its own, so that torch.save writes this tensor and not the whole file
-    return torch.empty(0, dtype=dtype).set_(storage[start:stop], 0, shape)
+        own = own.clone()
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    with torch.device("cpu"):
+        return torch.empty(0, dtype=dtype).set_(own, 0, shape, strides)
 
 
 def _libc_madvise() -> Callable[[int, int, int], int] | None:
@@ -89,7 +91,7 @@ def _libc_madvise() -> Callable[[int, int, int], int] | None:
     except (OSError, AttributeError, TypeError):  # no such call on this system: pages then stay until they are needed
         return None
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 _MADVISE = _libc_madvise()
@@ -98,7 +100,7 @@ _MADVISE = _libc_madvise()
 def drop_pages(tensor: Tensor) -> None:
     """Give back the memory of a mapped tensor that has been copied; whoever reads it again reads the file again.
 
-    Only for tensors of `map_file` or `torch.load(mmap=True)` that nobody has written to.
+    Only for tensors that are mapped, and that nobody has written to: other memory would be lost.
     """
     if _MADVISE is None or tensor.numel() == 0:
         return
@@ -119,10 +121,11 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 # ------------------------------------------------------------------------------------------------ PyTorch
 
 
-def read_pth(path: Path) -> Any:
-    """What `torch.save` wrote, its tensors mapped (old files that are no zip archive: read). No code is run.
+def read_pth(path: Path) -> tuple[Any, bool]:
+    """What `torch.save` wrote, and whether its tensors are mapped (old files that are no zip archive are read).
 
-    `weights_only=True`, and no other way is tried: a file that holds more than tensors and plain values is refused.
+    No code is run: `weights_only=True`, and no other way is tried. A file that holds more than tensors and plain values
+    is refused.
     """
     expected = "a PyTorch file (torch.save)"
     head = read_head(path, expected)
@@ -132,8 +135,8 @@ def read_pth(path: Path) -> Any:
     if zipped:
         _check_zip(path, expected)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # noqa: BLE001 (the parser meets a damaged file in a dozen exception classes)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), zipped
+    except Exception as error:  # (the parser meets a damaged file in a dozen exception classes)
         raise wrong(path, _reason(error), f"{expected} of tensors and plain values, whole and unchanged") from error
 
 
@@ -165,8 +168,11 @@ def _reason(error: Exception) -> str:
 # -------------------------------------------------------------------------------------------- safetensors
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, mapped; the header is checked first (places, sizes, no gap, no overlap)."""
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
+    """Every tensor of a safetensors file, and whether all are mapped (a type may be out of alignment).
+
+    The header is checked first: places, sizes, no gap, no overlap.
+    """
     expected = "a safetensors file (8 bytes of header length, a JSON header, the tensors)"
     head = read_head(path, expected)
     size = path.stat().st_size
@@ -180,8 +186,9 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     except (ValueError, RecursionError) as error:
         raise wrong(path, f"a header that is no JSON ({error})", expected) from error
     places = _check_header(path, table, size - 8 - length)
-    storage = map_file(path)
-    return {name: view(storage, 8 + length + start, shape, dtype) for name, (start, shape, dtype) in places.items()}
+    storage, data = map_file(path), 8 + length
+    mapped = all((data + start) % dtype.itemsize == 0 for start, _, dtype in places.values())
+    return {name: view(storage, data + start, shape, dtype) for name, (start, shape, dtype) in places.items()}, mapped
 
 
 def _check_header(path: Path, table: Any, size: int) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:

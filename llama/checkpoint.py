@@ -1,0 +1,112 @@
+"""Checkpoints: open one of any known format, and load it into a model on any number of ranks.
+
+Opening reads headers only (`formats`); a checkpoint's values are mapped (`stored`) and read when a rank takes its part.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
+from .memory import check_memory, memory_estimate
+from .stored import Checkpoint, compare, some
+from .tensorfile import read_head, read_pth, wrong
+
+__all__ = ["Checkpoint", "check_memory", "load", "memory_estimate", "open_checkpoint"]
+
+logger = logging.getLogger("llama")
+
+
+def _tokenizer_beside(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a folder or a file of any known format, told by its content.
+
+    LlamaError says what was found and what was expected; FileNotFoundError where a file is missing.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
+    checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
+    names = ("tokenizer.model", "tokenizer.bin")
+    folder = path if path.is_dir() else path.parent
+    checkpoint.tokenizer_path = _tokenizer_beside(folder, names[::-1] if checkpoint.format == "llama2c" else names)
+    return checkpoint
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    if any(folder.glob("*.pth")):
+        return open_meta(folder)
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")) or (folder / "config.json").exists():
+        return open_hf(folder)
+    if (folder / "params.json").exists():
+        return open_meta(folder)
+    rest = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"] or sorted(
+        folder.glob("*.pt")
+    )
+    if len(rest) == 1:
+        return _open_file(rest[0])
+    looked = (
+        "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
+    )
+    found = f"several: {some(path.name for path in rest)}: give one" if rest else "no checkpoint"
+    raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {looked}")
+
+
+def _open_file(path: Path) -> Checkpoint:
+    expected = "a folder, or a .bin or .pt file of llama2.c"
+    head = read_head(path, expected)
+    if path.suffix in (".pth", ".safetensors", ".json"):
+        return _open_folder(path.parent)  # one file of a folder
+    if head.startswith((b"PK", b"\x80")):
+        value, mapped = read_pth(path)
+        if isinstance(value, Mapping) and {"model", "model_args"} <= set(value):
+            return open_training(path, value, mapped)
+        keys = foreign(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise wrong(path, keys, "llama2.c's training file (model, model_args), or the folder of another format")
+    return open_llama2c(path)
+
+
+@torch.no_grad()
+def load(model: nn.Module, checkpoint: Checkpoint, *, rank: int = 0, world: int = 1, progress: bool = False) -> None:
+    """Give every parameter of `model` (keys of Meta's, shapes of this rank) its values.
+
+    On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
+    LlamaError names missing and misshapen weights, before anything is changed; a log line names surplus ones.
+    """
+    if checkpoint.taken:  # another model writes to those pages when it is trained: map them anew
+        checkpoint = open_checkpoint(checkpoint.path)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
+    compare(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    surplus = checkpoint.surplus + [name for name in stored if name not in parameters]
+    if surplus:
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(surplus), some(surplus))
+    checkpoint.taken = True
+    total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
+    with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
+        for name, parameter in parameters.items():
+            _load_one(parameter, checkpoint, name, rank, world)
+            bar.update(parameter.numel() * parameter.itemsize)
+    if checkpoint.tied and world == 1 and "output.weight" in parameters:
+        parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
+
+
+def _load_one(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, rank: int, world: int) -> None:
+    """Map or fill one parameter; a tied head waits for the embedding."""
+    if checkpoint.tied and world == 1 and name == "output.weight":
+        return
+    entry, pieces = checkpoint.entries[name], checkpoint.pieces(name, rank, world)
+    if parameter.device.type == "cpu" and parameter.dtype == entry.dtype and entry.stored_as_used:
+        listed = list(pieces)
+        if len(listed) == 1 and listed[0][1].is_contiguous():
+            parameter.data = listed[0][1]
+            return
+        pieces = iter(listed)
+    checkpoint.fill(parameter.data, name, pieces, world)

@@ -1,0 +1,102 @@
+"""What a model needs in memory, and whether the device has it."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import LlamaError
+
+
+class Memory(NamedTuple):
+    """Bytes on each rank."""
+
+    weights: int
+    kv_cache: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache
+
+
+def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """The feed-forward's inner width as the model computes it from ModelArgs (facts: sizes)."""
+    width = int(2 * 4 * dim / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * ((width + multiple_of - 1) // multiple_of)
+
+
+def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
+    """Weights on each rank: the norms whole, everything else in `ranks` parts. `vocab_size` must be known."""
+    dim, kv_heads = params["dim"], params.get("n_kv_heads") or params["n_heads"]
+    kv = dim // params["n_heads"] * kv_heads
+    ffn = ffn_width(dim, params["multiple_of"], params["ffn_dim_multiplier"])
+    layer = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn
+    norms = (2 * params["n_layers"] + 1) * dim
+    return int((params["n_layers"] * layer + 2 * params["vocab_size"] * dim) // ranks + norms)
+
+
+def memory_estimate(
+    params: Mapping[str, Any], max_seq_len: int, max_batch_size: int, ranks: int, dtype: torch.dtype
+) -> Memory:
+    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank."""
+    kv_heads = params.get("n_kv_heads") or params["n_heads"]
+    row = 2 * max_batch_size * max_seq_len * kv_heads * (params["dim"] // params["n_heads"])
+    return Memory(count_parameters(params, ranks) * dtype.itemsize, row * dtype.itemsize * params["n_layers"] // ranks)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had on the device; None where nobody says."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    if device.type != "cpu":
+        return None
+    found = [_available(), _container_rest()]
+    return min((size for size in found if size is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _container_rest() -> int | None:
+    """What a container's limit (cgroup 2) leaves; pages of files do not count, they can be given back."""
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        fields = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii").split()
+        return limit - int(fields[fields.index("anon") + 1])
+    except (OSError, ValueError, IndexError):  # no limit, or none that can be read
+        return None
+
+
+def gigabytes(size: int) -> str:
+    """Readable: 13.48 GB (10^9 bytes), smaller sizes in MB or kB."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6)):
+        if size >= factor:
+            return f"{size / factor:.2f} {unit}"
+    return f"{size / 1000:.1f} kB"
+
+
+def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int) -> None:
+    """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
+    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype)
+    free = free_memory(device)
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
+    if free is None or need.total * here <= free:
+        return
+    several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
+    name = str(dtype).removeprefix("torch.")
+    raise LlamaError(
+        f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
+        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "
+        f"{gigabytes(need.total)} a rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
+        f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16), or use more ranks"
+    )

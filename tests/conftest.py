@@ -1,0 +1,51 @@
+"""Fixtures of the core's tests. No process group is up unless a test or `Llama.build` puts one up."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
+
+import helpers  # noqa: E402
+
+from llama import Llama  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: a long test; .ci/run runs it, `pytest -m 'not slow'` leaves it out")
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, Any]:
+    """The published package's results on tests/golden/mha, float32 on a CPU."""
+    return torch.load(helpers.GOLDEN / "golden.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+def build_golden(**changes: Any) -> Llama:
+    settings = {
+        "ckpt_dir": str(helpers.GOLDEN),
+        "tokenizer_path": str(helpers.GOLDEN / "tokenizer.model"),
+        "max_seq_len": 48,
+        "max_batch_size": 4,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    return Llama.build(**{**settings, **changes})
+
+
+@pytest.fixture
+def generator() -> Iterator[Llama]:
+    """A golden generator as `build` makes it, in a process group of one rank."""
+    with build_golden() as built:
+        yield built
+
+
+@pytest.fixture(params=["mha", "gqa", "mqa"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

@@ -1,0 +1,224 @@
+"""Make checkpoints/demo: compose the text, train the oracle of tests/reference.py on it, write Meta's format.
+
+    python tools/make_demo.py                 train (about 25 minutes on two cores), write, evaluate
+    python tools/make_demo.py --evaluate      read checkpoints/demo with the library and measure it
+
+Deterministic for one machine and torch version: the schedule goes by step count and everything draws from SEED.
+"""
+
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
+
+if "MALLOC_TRIM_THRESHOLD_" not in os.environ:  # without it glibc hands every step's memory back and fetches it again
+    os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_MMAP_THRESHOLD_": str(2**33)}
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+import demo_text as text
+import reference
+import sentencepiece
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SEED = 20261130
+OUT = ROOT / "checkpoints" / "demo"
+PIECES = 1024
+STEPS, WARM_UP, ROWS, WIDTH, RATE = 4800, 100, 8, 256, 3e-3
+WEIGHT_ANSWER, WEIGHT_STORY = 2.0, 1.0  # the question itself has weight 0
+PARAMS = {
+    "dim": 128, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "vocab_size": PIECES, "multiple_of": 32, "norm_eps": 1e-5,
+}  # fmt: skip
+
+Document = tuple[list[int], list[float]]  # ids, and the weight of each as a target
+
+
+def train_tokenizer() -> None:
+    """SentencePiece BPE with byte fallback, set up as Llama 2's."""
+    draw = random.Random(SEED)
+    train, _, kept, _ = text.split(SEED)
+    lines = [text.story(draw) for _ in range(3000)]
+    source = text.dialogs(draw, train, kept)
+    for _ in range(9000):
+        turns = next(source)
+        lines += [f"[INST] {q} [/INST] {a}" for q, a in zip(turns[0::2], turns[1::2], strict=True)]
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(line.replace("\n", " ") for line in lines),
+        model_prefix=str(OUT / "tokenizer"), vocab_size=PIECES, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=True, split_digits=True,
+        character_coverage=1.0, unk_id=0, bos_id=1, eos_id=2, pad_id=-1, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    (OUT / "tokenizer.vocab").unlink()
+
+
+def documents(vocabulary: Any, seed: int, train: list[text.Question], kept: list[str]) -> Iterator[Document]:
+    """Endless documents as ids: one in ten is a story, the others are dialogs in Llama 2's chat format."""
+    draw = random.Random(seed)
+    source = text.dialogs(draw, train, kept)
+    while True:
+        if draw.random() < 0.1:
+            ids = [1, *vocabulary.encode(text.story(draw)), 2]
+            yield ids, [0.0] + [WEIGHT_STORY] * (len(ids) - 1)
+            continue
+        ids, weights = [], []
+        turns = next(source)
+        for place, (question, answer) in enumerate(zip(turns[0::2], turns[1::2], strict=True)):
+            asked = [1, *vocabulary.encode(f"[INST] {question} [/INST]")]
+            space = [] if place == len(turns) // 2 - 1 else vocabulary.encode("[/INST] x ")[-1:]  # as published
+            said = [*vocabulary.encode(answer), *space, 2]
+            ids += asked + said
+            weights += [0.0] * len(asked) + [WEIGHT_ANSWER] * len(said)
+        yield ids, weights
+
+
+def batches(source: Iterator[Document]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ids (ROWS, WIDTH + 1) and target weights (ROWS, WIDTH): whole documents one after the other, then padding."""
+    waiting = next(source)
+    while True:
+        ids = torch.zeros((ROWS, WIDTH + 1), dtype=torch.long)
+        weights = torch.zeros((ROWS, WIDTH))
+        for row in range(ROWS):
+            place = 0
+            while place + len(waiting[0]) <= WIDTH + 1:
+                end = place + len(waiting[0])
+                ids[row, place:end] = torch.tensor(waiting[0])
+                first = max(place, 1)
+                weights[row, first - 1 : end - 1] = torch.tensor(waiting[1][first - place :])
+                place, waiting = end, next(source)
+                while len(waiting[0]) > WIDTH + 1:
+                    waiting = next(source)
+        yield ids, weights
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def loss_of(weights: dict[str, Tensor], ids: Tensor, shares: Tensor) -> Tensor:
+    """Weighted cross-entropy per target."""
+    scores = reference.logits(weights, PARAMS, ids[:, :-1], fused_attention)
+    each = F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (each * shares.flatten()).sum() / shares.sum()
+
+
+def first_weights() -> dict[str, Tensor]:
+    """Small normal weights; the two that write into the residual stream are smaller by the depth."""
+    torch.manual_seed(SEED)
+    made = {}
+    for name, shape in reference.shapes(PARAMS).items():
+        scale = 0.05 / math.sqrt(2 * PARAMS["n_layers"]) if name.endswith(("wo.weight", "w2.weight")) else 0.05
+        made[name] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * scale
+    return {name: weight.requires_grad_() for name, weight in made.items()}
+
+
+def train() -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    train_tokenizer()
+    vocabulary = sentencepiece.SentencePieceProcessor(model_file=str(OUT / "tokenizer.model"))
+    known, held, kept, strange = text.split(SEED)
+    source = batches(documents(vocabulary, SEED + 1, known, kept))
+    weights = first_weights()
+    print(f"{sum(w.numel() for w in weights.values()):,} parameters", flush=True)
+    optimizer = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    step_loss = torch.compile(loss_of, dynamic=False)
+    start, running = time.time(), 0.0
+    for step in range(1, STEPS + 1):
+        rate = RATE * min(step / WARM_UP, 1 - (step - 1 - WARM_UP) / (STEPS - WARM_UP))
+        optimizer.param_groups[0]["lr"] = max(rate, 0.0)
+        loss = step_loss(weights, *next(source))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+        optimizer.step()
+        running = loss.item() if step == 1 else 0.98 * running + 0.02 * loss.item()
+        if step % 100 == 0 or step == 10:
+            print(f"step {step}: loss {running:.4f}, {time.time() - start:.0f} s", flush=True)
+        if step % 800 == 0:
+            write(weights)
+    write(weights)
+    held_out_loss(weights, vocabulary, held, strange)
+
+
+def write(weights: dict[str, Tensor]) -> None:
+    """Meta's format, in bfloat16; the settings say -1 for the vocabulary, as published."""
+    stored = {name: weight.detach().to(torch.bfloat16) for name, weight in weights.items()}
+    torch.save(stored, OUT / "consolidated.00.pth")
+    settings = {**PARAMS, "vocab_size": -1}
+    (OUT / "params.json").write_text(json.dumps(settings) + "\n")
+
+
+@torch.no_grad()
+def held_out_loss(weights: dict[str, Tensor], vocabulary: Any, held: list[text.Question], strange: list[str]) -> None:
+    """Loss per token on stories drawn anew and on answers to held-out questions."""
+    draw = random.Random(SEED + 2)
+    stories = [[1, *vocabulary.encode(text.story(draw)), 2] for _ in range(200)]
+    asked = [(q, a) for q, a, _ in held] + [(q, draw.choice(text.REFUSALS)) for q in strange]
+    answers = [([1, *vocabulary.encode(f"[INST] {q} [/INST]")], [*vocabulary.encode(a), 2]) for q, a in asked]
+    for what, pairs in (("stories", [([s[0]], s[1:]) for s in stories]), ("answers", answers)):
+        total = count = 0.0
+        for lead, rest in pairs:
+            table = reference.logits(weights, PARAMS, torch.tensor([lead + rest[:-1]]))[0, len(lead) - 1 :]
+            total += float(F.cross_entropy(table, torch.tensor(rest), reduction="sum"))
+            count += len(rest)
+        print(f"held-out loss on {what}: {total / count:.4f}", flush=True)
+
+
+# ------------------------------------------------------------------------------------- measuring it
+
+
+def evaluate() -> None:
+    """What the issue asks of the model, through the library."""
+    from llama import Llama
+
+    generator = Llama.build(str(OUT), str(OUT / "tokenizer.model"), 256, 32, device="cpu", dtype="float32")
+    _, held, _, strange = text.split(SEED)
+    ask = lambda questions: answers_of(generator, questions)  # noqa: E731
+    seen = [want in answer for (_, _, want), answer in zip(held, ask([q for q, *_ in held]), strict=True)]
+    print(f"unseen combinations: {sum(seen)} of {len(seen)} right ({sum(seen) / len(seen):.1%})")
+    other = text.untrained()
+    right = [want in answer for (_, _, want), answer in zip(other, ask([q for q, *_ in other]), strict=True)]
+    print(f"unseen forms: {sum(right)} of {len(right)} right ({sum(right) / len(right):.1%})")
+    down = ["tiny model" in answer for answer in ask(strange)]
+    print(f"foreign questions turned down: {sum(down)} of {len(down)} ({sum(down) / len(down):.1%})")
+    fixed = ask([q for q, _ in text.FIXED])
+    good = sum(want in answer for (_, want), answer in zip(text.FIXED, fixed, strict=True))
+    print(f"the fixed twenty: {good} of {len(fixed)}")
+    for (question, _), answer in zip(text.FIXED, fixed, strict=True):
+        print(f"  {question}  ->  {answer}")
+    evaluate_stories(generator)
+
+
+def answers_of(generator: Any, questions: list[str]) -> list[str]:
+    dialogs = [[{"role": "user", "content": question}] for question in questions]
+    found = generator.chat_completion(dialogs, temperature=0, max_gen_len=40)
+    return [answer["generation"]["content"] for answer in found]
+
+
+def evaluate_stories(generator: Any) -> None:
+    openings = ["Once upon a time", "One day, a girl named", "In a small village", "Long ago, there lived", "One morning,"]
+    found = generator.text_completion(openings * 10, temperature=0.6, top_p=0.9, seed=SEED, details=True, keep_space=True)
+    tales = [opening + result["generation"] for opening, result in zip(openings * 10, found, strict=True)]
+    names = [[word for word in text.GIRLS + text.BOYS if word in tale.replace(".", " ").split()] for tale in tales]
+    ended = sum(result["finish_reason"] == "stop" for result in found)
+    long = sum(result["completion_tokens"] >= 60 for result in found)
+    looped = sum(len(set(s := tale.split(". "))) < len(s) for tale in tales)
+    kept = sum(len(who) == 1 for who in names)
+    print(f"50 stories: {kept} keep their hero's name, {ended} end by themselves, {long} have 60 tokens, {looped} repeat a sentence")
+    for tale in tales[:3]:
+        print(f"  {tale}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("DEMO_THREADS", "1")))
+    if "--evaluate" not in sys.argv:
+        train()
+    evaluate()
