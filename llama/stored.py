@@ -76,7 +76,7 @@ def ffn_settings(dim: int, width: int) -> dict[str, Any]:
             if ffn_width(dim, multiple_of, multiplier) == width:
                 return {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
     base = int(2 * 4 * dim / 3)
-    return {"multiple_of": width, "ffn_dim_multiplier": None if base <= width else 0.5 * width / base}
+    return {"multiple_of": width, "ffn_dim_multiplier": None if base <= width else (width + 0.5) / base}
 
 
 def sizes(params: Mapping[str, Any], vocab: int) -> dict[str, int]:

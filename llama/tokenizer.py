@@ -140,7 +140,7 @@ class StreamDecoder:
         """The space the first ids would begin with, did they not stand first: seen where they follow themselves."""
         again: str = self._tokenizer.decode(self._window * 2)[len(text) :]
         lead = again.removesuffix(text)
-        return lead if lead.isspace() and lead + text == again else ""
+        return lead if lead.isspace() else ""
 
 
 # --------------------------------------------------------------------------------- reading the file

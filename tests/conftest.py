@@ -27,22 +27,10 @@ def golden() -> dict[str, Any]:
     return torch.load(helpers.GOLDEN / "golden.pt", weights_only=True)  # type: ignore[no-any-return]
 
 
-def build_golden(**changes: Any) -> Llama:
-    settings = {
-        "ckpt_dir": str(helpers.GOLDEN),
-        "tokenizer_path": str(helpers.GOLDEN / "tokenizer.model"),
-        "max_seq_len": 48,
-        "max_batch_size": 4,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-    return Llama.build(**{**settings, **changes})
-
-
 @pytest.fixture
 def generator() -> Iterator[Llama]:
     """A golden generator as `build` makes it, in a process group of one rank."""
-    with build_golden() as built:
+    with helpers.build_golden() as built:
         yield built
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llama import ModelArgs, Transformer
+from llama import Llama, ModelArgs, Transformer
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "mha"
@@ -84,7 +84,20 @@ def oracle_logprobs(kind: str, tokens: list[int]) -> list[float]:
 def near(found: Sequence[float], wanted: Sequence[float], limit: float = 1e-4) -> None:
     assert len(found) == len(wanted)
     assert all(isinstance(value, float) for value in found)
-    close(torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64), limit) if found else None
+    assert all(abs(a - b) <= limit for a, b in zip(found, wanted, strict=True)), (found, wanted)
+
+
+def build_golden(**changes: Any) -> Llama:
+    """`Llama.build` of tests/golden/mha as its figures were made."""
+    settings: dict[str, Any] = {
+        "ckpt_dir": str(GOLDEN),
+        "tokenizer_path": str(GOLDEN / "tokenizer.model"),
+        "max_seq_len": 48,
+        "max_batch_size": 4,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    return Llama.build(**{**settings, **changes})
 
 
 class StubTokenizer:

@@ -1,5 +1,6 @@
 """download.sh against a server on loopback: it gets what the server has, or says why not, and never tells the link."""
 
+import contextlib
 import hashlib
 import http.server
 import os
@@ -147,8 +148,9 @@ def start(
         stderr=subprocess.PIPE,
     )
     assert process.stdin is not None
-    process.stdin.write(f"{web.url()}\n7B\n" if answers is None else answers)
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it may end before it asks
+        process.stdin.write(f"{web.url()}\n7B\n" if answers is None else answers)
+        process.stdin.close()
     process.stdin = None
     return process
 

@@ -283,6 +283,20 @@ class Words:
         return bytes(t).decode(errors="replace")
 
 
+class Pieces:
+    """One that strips all space before the text, or puts a sign between its words."""
+
+    words = ("", "▁", "▁a", "a", "b", "▁c")
+
+    def __init__(self, between: str, strip: bool) -> None:
+        self._between = between
+        self._strip = strip
+
+    def decode(self, t: list[int]) -> str:
+        text = self._between.join(self.words[token] for token in t).replace("▁", " ")
+        return text.lstrip(" ") if self._strip else text
+
+
 def random_ids(draw: random.Random, tokenizer: Tokenizer) -> list[int]:
     spaced = [i for i in range(tokenizer.n_words) if tokenizer.sp_model.id_to_piece(i).startswith("▁")]
     characters = [[3 + byte for byte in text.encode()] for text in ("é", "€", "😀", "\ufffd", " ", "\u0301")]
@@ -341,6 +355,13 @@ def test_other_tokenizers_stream_too() -> None:
     for text in (" two  spaces", "plain", "日本 👍", " "):
         for keep_space in (False, True):  # nothing is dropped, so nothing is added
             assert streamed(Words(), list(text.encode()), keep_space) == text
+    stripped, joined = Pieces("", strip=True), Pieces("-", strip=False)
+    for words in (["▁", "▁a"], ["a", "▁", "▁", "b", "", "▁c"], ["", "▁", "", "▁", "▁a", "▁"]):
+        ids = [stripped.words.index(word) for word in words]
+        assert streamed(stripped, ids) == stripped.decode(ids)
+        assert streamed(stripped, ids, keep_space=True) == "".join(words).replace("▁", " ")
+        for keep_space in (False, True):  # what stands between the words is no space that was dropped
+            assert streamed(joined, ids, keep_space) == joined.decode(ids)
     assert streamed(Words(), [0xE2, 0x41, 0xE2]) == "\ufffdA\ufffd"
 
 
