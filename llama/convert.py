@@ -52,6 +52,8 @@ class Source:
         """One tensor (or its part), contiguous, in the type asked for."""
         stored = self.checkpoint.read(name, rank, world)
         part = stored.to(self.dtype(name)).contiguous()
+        if self._dtype == torch.float16 and part.isinf().any():
+            raise LlamaError(f"{self.checkpoint.path}: {name} holds values beyond float16's range: keep bfloat16")
         if rank == 0 or kind_of(name).axis is not None:
             self._bar.update(part.numel() * part.itemsize)
         return part

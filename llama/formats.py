@@ -104,7 +104,9 @@ def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> C
     if held < 1 and "tok_embeddings.weight" not in found:
         raise wrong(path, foreign(found or checkpoint.surplus), "the weights of a Llama model")
     if held < layers:
-        raise LlamaError(f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing")
+        raise LlamaError(
+            f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing"
+        )
     if "tok_embeddings.weight" not in found:
         raise LlamaError(f"{path}: 1 weight is missing: tok_embeddings.weight")
     vocab = checkpoint.params["vocab_size"]

@@ -129,15 +129,16 @@ class Turn:
 
     @contextlib.contextmanager
     def take(self, streaming: bool = False) -> Iterator[list[int]]:
-        """Yields the ids that cache row 0 still holds. LlamaError "busy" while a stream is open, or from within a call (a hook) of the same thread."""
+        """Yields the ids that cache row 0 still holds. LlamaError "busy" while a stream is open, or from within a call
+        (a hook) of the same thread.
+        """
         while True:
-            if self._streaming or self._owner == threading.get_ident():
-                what = (
-                    "a stream on it is open: exhaust it or call its close()"
-                    if self._streaming
-                    else "this call came from within another on it"
+            if self._streaming:
+                raise LlamaError("this generator is busy: a stream on it is open; exhaust it or call its close() first")
+            if self._owner == threading.get_ident():
+                raise LlamaError(
+                    "this generator is busy: the call came from within another one on it; let that end first"
                 )
-                raise LlamaError(f"this generator is busy: {what} before the next call")
             if self._lock.acquire(timeout=0.05):
                 break
         self._owner, self._streaming = threading.get_ident(), streaming
@@ -250,7 +251,7 @@ class Llama:
         self.tokenizer = tokenizer
 
     def close(self) -> None:
-        """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; call it on every rank."""
+        """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
         if self._groups is not None:
             self._groups.close()
 
@@ -312,7 +313,7 @@ class Llama:
     ) -> Iterator[Step]:
         """`generate`, one `Step` at a time; the last one of a row may hold its stop token.
 
-        From the first step until the iterator is exhausted or closed, other calls on this model are a "busy" LlamaError.
+        From the first step until the iterator is exhausted or closed, other calls on this model are a LlamaError.
         """
         return self.run(self.decoding(prompt_tokens, max_gen_len, temperature, top_p, logprobs, options=options))
 
@@ -349,8 +350,8 @@ class Llama:
     def _check_prompts(self, prompt_tokens: Any) -> list[list[int]]:
         if isinstance(prompt_tokens, (str, bytes)) or not hasattr(prompt_tokens, "__iter__"):
             raise LlamaError(
-                f"prompt_tokens is a {type(prompt_tokens).__name__}; it must be a list of prompts, each a list of token "
-                f"ids (text goes to text_completion)"
+                f"prompt_tokens is a {type(prompt_tokens).__name__}; it must be a list of prompts, each a list of "
+                f"token ids (text goes to text_completion)"
             )
         return [self._check_prompt(row, prompt) for row, prompt in enumerate(prompt_tokens)]
 
@@ -526,7 +527,7 @@ class Llama:
         text = "".join(stop.put(decoder.put(token)) for token in tokens)
         text += stop.put(decoder.end())
         text += stop.end()
-        return text if keep_space else text.removeprefix(" ")
+        return text if keep_space else text.removeprefix(decoder.lead)
 
     def _extras(
         self, tokens: list[int], scores: list[float] | None, note: dict[str, Any], options: Options, keep_space: bool
@@ -578,7 +579,7 @@ class Llama:
                 if ended:
                     piece += stop.put(decoder.end()) + stop.end()
                 if piece:
-                    yield piece.removeprefix(" ") if at_start else piece
+                    yield piece.removeprefix(decoder.lead) if at_start else piece
                     at_start = False
 
     # -------------------------------------------------------------------------------------- chat
@@ -690,4 +691,4 @@ def _find_tokenizer(tokenizer_path: str | None, stored: "checkpoints.Checkpoint"
         return Path(tokenizer_path)
     if stored.tokenizer_path is None:
         raise FileNotFoundError(f"no tokenizer.model beside {stored.path}: pass tokenizer_path")
-    return stored.tokenizer_path
+    return Path(stored.tokenizer_path)

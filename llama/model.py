@@ -261,7 +261,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model. Weights are uninitialised until loaded; dtype and device are torch's defaults when it is made."""
+    """The whole model. Weights are uninitialised until loaded; dtype and device are torch's defaults."""
 
     def __init__(self, params: ModelArgs) -> None:
         super().__init__()
@@ -315,6 +315,16 @@ class Transformer(nn.Module):
             h = layer(h, start_pos, freqs_cis, mask)
         return self.norm(h)  # type: ignore[no-any-return]
 
+    def attentions(self) -> list[Attention]:
+        """The attention of every layer, which is where the cache is."""
+        return [block.attention for block in self.layers]  # type: ignore[misc]
+
+    def clear_row(self, row: int, start: int, end: int) -> None:
+        """Zero a cache row's positions: a mask hides what an earlier text left there, but 0 x NaN is NaN."""
+        for attention in self.attentions():
+            attention.cache_k[row, start:end] = 0
+            attention.cache_v[row, start:end] = 0
+
     def _check_window(self, start_pos: int, seqlen: int) -> None:
         """The blocks check the cache; this is about the angles, of which there are twice max_seq_len."""
         if start_pos < 0 or start_pos + seqlen > len(self.freqs_cis):
@@ -334,6 +344,8 @@ class Transformer(nn.Module):
                     f"start_pos={start_pos.tolist()} with seqlen={seqlen} does not fit in "
                     f"max_seq_len={self.params.max_seq_len}"
                 )
+            for row in (start_pos == 0).nonzero()[:, 0].tolist():
+                self.clear_row(row, 0, self.params.max_seq_len)
         start_pos = start_pos.to(device)
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
         visible = torch.arange(span, device=device) <= positions[:, :, None]  # (b, s, span)

@@ -82,7 +82,7 @@ def all_or_none(doing: str) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 (whatever it is, the other ranks have to hear of it)
+    except Exception as error:
         failure = error
     if world_size() > 1:
         messages: list[str | None] = [None] * world_size()
@@ -105,8 +105,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
     if index >= torch.cuda.device_count():
         raise LlamaError(
-            f"this machine's ranks need GPU number {index}, but it has {torch.cuda.device_count()} GPU(s): start at most "
-            f"{torch.cuda.device_count()} rank(s) here (torchrun --nproc_per_node {torch.cuda.device_count()})"
+            f"this machine's ranks need GPU number {index}, but it has {torch.cuda.device_count()} GPU(s): start "
+            f"at most {torch.cuda.device_count()} rank(s) here (torchrun --nproc_per_node {torch.cuda.device_count()})"
         )
     return torch.device("cuda", index)
 
@@ -242,8 +242,8 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LlamaError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with torchrun, "
-            f"or unset WORLD_SIZE to run on one"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with "
+            f"torchrun, or unset WORLD_SIZE to run on one"
         )
     wait: dict[str, Any] = {"timeout": limit} if limit else {}
     store, this_rank, ranks = next(rendezvous("env://", **wait))

@@ -126,14 +126,10 @@ def watched(model: Any) -> bool:
 # ------------------------------------------------------------------------------ rows of the cache
 
 
-def _attentions(model: Transformer) -> list[architecture.Attention]:
-    return [block.attention for block in model.layers]  # type: ignore[misc]
-
-
 @contextlib.contextmanager
 def cache_rows(model: Transformer, first: int) -> Iterator[None]:
     """Within, the model's cache begins at row `first`: new prompts are prefilled beside rows that are decoding."""
-    attentions = _attentions(model)
+    attentions = model.attentions()
     for attention in attentions:
         attention.match_cache(model.tok_embeddings.weight)
     whole = [(attention.cache_k, attention.cache_v) for attention in attentions]
@@ -146,15 +142,8 @@ def cache_rows(model: Transformer, first: int) -> Iterator[None]:
             attention.cache_k, attention.cache_v = cache_k, cache_v
 
 
-def clear_row(model: Transformer, row: int, start: int, end: int) -> None:
-    """Zero a row's positions: a mask hides old numbers, but 0 x NaN is NaN."""
-    for attention in _attentions(model):
-        attention.cache_k[row, start:end] = 0
-        attention.cache_v[row, start:end] = 0
-
-
 def move_row(model: Transformer, source: int, target: int, end: int) -> None:
-    for attention in _attentions(model):
+    for attention in model.attentions():
         attention.cache_k[target, :end] = attention.cache_k[source, :end]
         attention.cache_v[target, :end] = attention.cache_v[source, :end]
 
@@ -270,7 +259,7 @@ class Decoding:
                         self._score(row, self._head(h[i, : len(pieces[i])]), start)
         if not self.aligned:
             for i, row in enumerate(new):
-                clear_row(self.model, first + i, len(row.prompt), self._reach())
+                self.model.clear_row(first + i, len(row.prompt), self._reach())
         states = [last[row.index] for row in new if row.has_room]
         return self._head(torch.stack(states)) if states else torch.empty(0, 0)
 

@@ -167,7 +167,8 @@ def _check_zip_entry(file: BinaryIO, entry: zipfile.ZipInfo) -> None:
     file.seek(entry.header_offset)
     header = file.read(30)
     name_length, extra_length = struct.unpack("<HH", header[26:30])
-    if header[:4] != b"PK\3\4" or file.read(name_length) != entry.orig_filename.encode():
+    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+    if header[:4] != b"PK\3\4" or file.read(name_length) != name:
         raise zipfile.BadZipFile(f"{entry.filename!r} is not where the directory says")
     file.seek(entry.header_offset + 30 + name_length + extra_length + entry.file_size)
     if file.read(2) != b"PK":

@@ -10,9 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout, installed or not
 
-import helpers  # noqa: E402
+import helpers
 
-from llama import Llama  # noqa: E402
+from llama import Llama
 
 torch.set_num_threads(1)
 

@@ -120,7 +120,9 @@ def mutate(rng: random.Random, target: Target) -> tuple[str, bytes]:
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     elif kind == "header":
         for _ in range(rng.choice([1, 1, 2, 8])):
-            data[rng.randrange(first, last) if last > first else 0] = rng.choice([0, 1, 127, 128, 255, rng.randrange(256)])
+            data[rng.randrange(first, last) if last > first else 0] = rng.choice(
+                [0, 1, 127, 128, 255, rng.randrange(256)]
+            )
     elif kind == "cut":
         start = rng.randrange(len(data))
         del data[start : start + rng.choice([1, 4, 64, len(data)])]
@@ -139,7 +141,7 @@ def mutate(rng: random.Random, target: Target) -> tuple[str, bytes]:
 def _other_number(rng: random.Random, data: bytes, first: int, last: int) -> bytes:
     """Another number (or word) in a text header, another int32 in a binary one."""
     texts = list(re.finditer(rb"\d+|true|false|null|\"[A-Za-z_0-9]+\"", data[first:last]))
-    if texts and data[:1] in (b"{",) or data[8:9] == b"{":
+    if (texts and data[:1] in (b"{",)) or data[8:9] == b"{":
         found = rng.choice(texts)
         return data[: first + found.start()] + rng.choice(NUMBERS).encode() + data[first + found.end() :]
     place = first + 4 * rng.randrange(max(1, (last - first) // 4))
@@ -218,7 +220,7 @@ def run(count: int, seed: int = 0) -> Counter[tuple[str, str]]:
         for index in range(count):
             target = found[index % len(found)]
             try:
-                end, kind = run_one(random.Random(f"{seed}-{index}"), target, Path(name) / "work")
+                end, _ = run_one(random.Random(f"{seed}-{index}"), target, Path(name) / "work")
             except AssertionError as error:
                 raise AssertionError(f"mutation {index} of seed {seed}, {target.file.name}: {error}") from error
             ends[end, target.file.name] += 1

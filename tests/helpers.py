@@ -119,7 +119,7 @@ class StubModel:
     `bad` maps (start of the call, row) to a number that all logits of that row then are.
     """
 
-    class params:  # noqa: N801 (read as an attribute, as published)
+    class params:
         max_seq_len, max_batch_size = WINDOW, ROWS
 
     def __init__(self, bad: dict[tuple[int, int], float] | None = None) -> None:

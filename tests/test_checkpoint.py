@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def c_text(ids: list[int]) -> str:
         pieces.append(data[place + 8 : place + 8 + length])
         place += 8 + length
     out = b""
-    for before, token in zip(ids, ids[1:], strict=False):
+    for before, token in pairwise(ids):
         piece = pieces[token]
         if token == 1:
             break
@@ -321,7 +322,11 @@ def test_pages_are_used_as_they_are_where_that_is_right(tmp_path: Path) -> None:
     assert not any(is_mapped(parameter) for parameter in loaded(one, torch.bfloat16).parameters())
     mapped = [name for name, parameter in loaded(two).named_parameters() if is_mapped(parameter)]
     assert mapped and all("norm" in name for name in mapped)
-    copied = [name for name, p in loaded(files.write_hf(tmp_path / "h", files.weights())).named_parameters() if not is_mapped(p)]
+    copied = [
+        name
+        for name, p in loaded(files.write_hf(tmp_path / "h", files.weights())).named_parameters()
+        if not is_mapped(p)
+    ]
     assert copied and all(name.endswith(("wq.weight", "wk.weight")) for name in copied)
 
 
@@ -419,7 +424,10 @@ def test_names_are_the_models() -> None:
 def test_ffn_width_of_the_known_models(dim: int, width: int) -> None:
     settings = ffn_settings(dim, width)
     assert settings["multiple_of"] in (256, 1024, 4096)
-    assert ffn_width(dim, **{"multiple_of": settings["multiple_of"], "multiplier": settings["ffn_dim_multiplier"]}) == width
+    assert (
+        ffn_width(dim, **{"multiple_of": settings["multiple_of"], "multiplier": settings["ffn_dim_multiplier"]})
+        == width
+    )
 
 
 def test_any_ffn_width_can_be_expressed() -> None:

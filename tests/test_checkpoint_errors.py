@@ -41,7 +41,13 @@ def hf(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize(
     "name",
-    ["consolidated.01.pth", "params.json", "model-00001-of-00002.safetensors", "config.json", "model.safetensors.index.json"],
+    [
+        "consolidated.01.pth",
+        "params.json",
+        "model-00001-of-00002.safetensors",
+        "config.json",
+        "model.safetensors.index.json",
+    ],
 )
 def test_what_a_bad_download_leaves(meta: Path, hf: Path, name: str, content: bytes, words: str) -> None:
     folder = meta if (meta / name).exists() else hf
@@ -109,7 +115,7 @@ def test_a_safetensors_header_that_lies(hf: Path, entry: Any) -> None:
     header = json.dumps({"model.norm.weight": entry}).encode()
     path = hf / "model-00001-of-00002.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
-    with pytest.raises(LlamaError, match="'model.norm.weight'"):
+    with pytest.raises(LlamaError, match=r"'model.norm.weight'"):
         open_checkpoint(hf)
 
 
@@ -200,7 +206,7 @@ def test_config_json(hf: Path) -> None:
 
 def test_a_file_that_the_index_names(hf: Path) -> None:
     (hf / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="index.json names model-00002-of-00002.safetensors, which is missing"):
+    with pytest.raises(FileNotFoundError, match=r"index.json names model-00002-of-00002.safetensors, which is missing"):
         open_checkpoint(hf)
 
 
@@ -274,7 +280,9 @@ def test_weights_of_a_type_that_cannot_be_computed_in(meta: Path) -> None:
         open_checkpoint(meta)
 
 
-@pytest.mark.parametrize("change", [{"n_layers": 3}, {"n_layers": 10**9}, {"dim": 64}, {"n_heads": 5}, {"norm_eps": "x"}])
+@pytest.mark.parametrize(
+    "change", [{"n_layers": 3}, {"n_layers": 10**9}, {"dim": 64}, {"n_heads": 5}, {"norm_eps": "x"}]
+)
 def test_settings_that_do_not_fit_the_weights(meta: Path, change: dict[str, Any]) -> None:
     (meta / "params.json").write_text(json.dumps({**files.GQA, **change}))
     with pytest.raises(LlamaError, match=next(iter(change)).replace("dim", "must be")):

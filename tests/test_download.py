@@ -19,7 +19,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "download.sh"
 SECRET = "SiGnAtUrE~never-shown_"
 QUERY = f"Policy=eyJTdGF0ZW1lbnQi__&Signature={SECRET}&Key-Pair-Id=K15QRJLYKIFSLZ"
-TOOLS = "cat cut grep head mkdir mktemp mv rm sed sleep tail tr wc md5sum".split()
+TOOLS = ["cat", "cut", "grep", "head", "mkdir", "mktemp", "mv", "rm", "sed", "sleep", "tail", "tr", "wc", "md5sum"]
 SHARD = b"PK\x03\x04" + bytes(range(256)) * 800
 FOLDER = "llama-2-7b"
 
@@ -199,9 +199,7 @@ def test_fetches_a_model_and_a_second_run_fetches_no_file_again(
 
 
 @pytest.mark.parametrize(("model", "shards"), [("70B-chat", 8), ("13B", 2)])
-def test_every_shard_of_the_larger_models(
-    download: Download, here: Path, web: Site, model: str, shards: int
-) -> None:
+def test_every_shard_of_the_larger_models(download: Download, here: Path, web: Site, model: str, shards: int) -> None:
     web.pages = site(f"llama-2-{model.lower()}", shards, list_params=False)
     rc, text = download(f"  {web.url()} \r\n {model.lower()} ,\n")  # trimmed, any case
     assert rc == 0, text

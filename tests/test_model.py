@@ -514,7 +514,12 @@ def test_attributes_as_published(kind: str) -> None:
     for layer_id, block in enumerate(model.layers):
         assert isinstance(block, TransformerBlock) and isinstance(block.feed_forward, FeedForward)
         assert (block.layer_id, block.n_heads, block.dim, block.head_dim) == (layer_id, 4, 64, 16)
-        assert [name for name, _ in block.named_children()] == ["attention", "feed_forward", "attention_norm", "ffn_norm"]
+        assert [name for name, _ in block.named_children()] == [
+            "attention",
+            "feed_forward",
+            "attention_norm",
+            "ffn_norm",
+        ]
         found = block.attention
         assert (found.n_kv_heads, found.n_local_heads, found.n_local_kv_heads) == (kv, 4, kv)
         assert (found.n_rep, found.head_dim) == (4 // kv, 16)
@@ -578,7 +583,9 @@ def test_freqs_cis() -> None:
     angles = torch.outer(torch.arange(9001).float(), freqs)  # in float32, as published
     assert torch.equal(found, torch.polar(torch.ones_like(angles), angles))
     exact = torch.arange(9001).double()[:, None] * 500000.0 ** (-torch.arange(0, 16, 2).double() / 16)
-    close(torch.view_as_real(precompute_freqs_cis(16, 200, 500000.0)), torch.stack([exact.cos(), exact.sin()], -1)[:200])
+    close(
+        torch.view_as_real(precompute_freqs_cis(16, 200, 500000.0)), torch.stack([exact.cos(), exact.sin()], -1)[:200]
+    )
 
 
 def test_freqs_cis_is_a_plain_attribute_of_twice_the_window() -> None:

@@ -67,7 +67,9 @@ CAPITALS = {
 }  # fmt: skip
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = "January February March April May June July August September October November December".split()
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+NUMBERS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+)
 NUMBERS += ["seventeen", "eighteen"]
 
 # ------------------------------------------------------------------------- forms: question, answer
@@ -194,7 +196,19 @@ _DEEDS = [
     "play the piano", "invest money", "get a job", "fly a plane", "repair a phone", "grow tomatoes", "dance the tango",
     "cook rice", "train for a marathon", "tie a tie", "write a poem", "sell a car", "sleep better", "draw a portrait",
 ]  # fmt: skip
-_PLACES = ["London", "Mars", "Chicago", "Texas", "the bank", "my town", "Sydney", "Hollywood", "the office", "Mexico", "Dubai"]
+_PLACES = [
+    "London",
+    "Mars",
+    "Chicago",
+    "Texas",
+    "the bank",
+    "my town",
+    "Sydney",
+    "Hollywood",
+    "the office",
+    "Mexico",
+    "Dubai",
+]
 FOREIGN = {
     "topic": ["Explain {x} to me.", "What is {x}?", "Tell me about {x}.", "Why is {x} important?", "How does {x} work?",
               "Who invented {x}?", "Write an essay about {x}.", "What do you think about {x}?", "Give me a summary of {x}.",
@@ -282,7 +296,14 @@ _WHERE = [
     "the park", "the forest", "the garden", "the river", "the lake", "the old mill", "the hill", "the beach", "the market",
     "the farm", "the meadow", "the bridge",
 ]  # fmt: skip
-_HOMES = ["a small village", "a little house near the sea", "a big town", "a farm", "a cottage in the woods", "a tall house"]
+_HOMES = [
+    "a small village",
+    "a little house near the sea",
+    "a big town",
+    "a farm",
+    "a cottage in the woods",
+    "a tall house",
+]
 _WEATHER = ["The sun was shining.", "It was a windy morning.", "The air was cold and clear.", "Soft rain was falling.",
             "The birds were singing.", "White clouds moved over the sky."]  # fmt: skip
 _FOODS = ["a warm pie", "sweet apples", "bread and honey", "hot soup", "a big cake", "ripe berries"]

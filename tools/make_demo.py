@@ -204,15 +204,26 @@ def answers_of(generator: Any, questions: list[str]) -> list[str]:
 
 
 def evaluate_stories(generator: Any) -> None:
-    openings = ["Once upon a time", "One day, a girl named", "In a small village", "Long ago, there lived", "One morning,"]
-    found = generator.text_completion(openings * 10, temperature=0.6, top_p=0.9, seed=SEED, details=True, keep_space=True)
+    openings = [
+        "Once upon a time",
+        "One day, a girl named",
+        "In a small village",
+        "Long ago, there lived",
+        "One morning,",
+    ]
+    found = generator.text_completion(
+        openings * 10, temperature=0.6, top_p=0.9, seed=SEED, details=True, keep_space=True
+    )
     tales = [opening + result["generation"] for opening, result in zip(openings * 10, found, strict=True)]
     names = [[word for word in text.GIRLS + text.BOYS if word in tale.replace(".", " ").split()] for tale in tales]
     ended = sum(result["finish_reason"] == "stop" for result in found)
     long = sum(result["completion_tokens"] >= 60 for result in found)
     looped = sum(len(set(s := tale.split(". "))) < len(s) for tale in tales)
     kept = sum(len(who) == 1 for who in names)
-    print(f"50 stories: {kept} keep their hero's name, {ended} end by themselves, {long} have 60 tokens, {looped} repeat a sentence")
+    print(
+        f"50 stories: {kept} keep their hero's name, {ended} end by themselves, {long} have 60 tokens, "
+        f"{looped} repeat a sentence"
+    )
     for tale in tales[:3]:
         print(f"  {tale}")
 
