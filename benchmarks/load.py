@@ -89,7 +89,9 @@ def measure(folder: Path, repeat: int, *arguments: str) -> dict[str, float]:
             while file.read(1 << 24):
                 pass
     command = [sys.executable, __file__, "--folder", str(folder), "--one", *arguments]
-    runs = [json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeat)]
+    runs = [
+        json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeat)
+    ]
     return min(runs, key=lambda run: run["seconds"])
 
 

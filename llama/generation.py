@@ -358,10 +358,11 @@ class Llama:
     def _check_prompt(self, row: int, prompt: Any) -> list[int]:
         if isinstance(prompt, (str, bytes)) or not hasattr(prompt, "__iter__"):
             raise LlamaError(f"prompt {row} is {prompt!r:.60}; it must be a list of token ids")
-        try:
-            ids = [as_int(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
-        except TypeError as error:
-            raise LlamaError(f"prompt {row} holds something that is no token id: {error}") from error
+        entries = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        for place, entry in enumerate(entries):
+            if not hasattr(entry, "__index__"):
+                raise LlamaError(f"prompt {row} has {entry!r:.60} at position {place}; token ids are whole numbers")
+        ids = [as_int(entry) for entry in entries]
         window = self.model.params.max_seq_len
         if not ids:
             raise LlamaError(f"prompt {row} has no tokens; it needs at least one (an empty text is BOS alone)")

@@ -115,7 +115,13 @@ def test_constants() -> None:
 
 def test_model_args() -> None:
     wanted: dict[str, Any] = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": None, "vocab_size": -1}
-    wanted |= {"multiple_of": 256, "ffn_dim_multiplier": None, "norm_eps": 1e-5, "max_batch_size": 32, "max_seq_len": 2048}
+    wanted |= {
+        "multiple_of": 256,
+        "ffn_dim_multiplier": None,
+        "norm_eps": 1e-5,
+        "max_batch_size": 32,
+        "max_seq_len": 2048,
+    }
     known = {field.name: field.default for field in fields(ModelArgs)}
     assert list(known.items())[:10] == list(wanted.items())
     assert known["rope_theta"] == 10000.0 and MISSING not in known.values()

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,11 @@ def run(script: str, *flags: str, encoding: str = "utf-8", launcher: tuple[str, 
     done = subprocess.run(argv, env=env, capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     return done.stdout.decode(encoding)
+
+
+def body(printed: str) -> str:
+    """Without the first line, the time it took to load."""
+    return printed.split("\n", 1)[1]
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
@@ -80,40 +86,35 @@ def assert_dialogs(printed: str) -> None:
 
 
 @needs_demo
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_text_example(encoding: str) -> None:
-    under_torchrun = run(TEXT, encoding=encoding, launcher=torchrun(1))
-    assert_stories(under_torchrun)
-    plain = run(TEXT, encoding=encoding)
-    assert plain.split("\n", 1)[1] == under_torchrun.split("\n", 1)[1]  # but for the time it took to load
+@pytest.mark.parametrize(("script", "check"), [(TEXT, assert_stories), (CHAT, assert_dialogs)])
+def test_on_a_terminal_without_utf8(script: str, check: Callable[[str], None]) -> None:
+    under_torchrun, plain = run(script, encoding="ascii", launcher=torchrun(1)), run(script, encoding="latin-1")
+    check(under_torchrun)
+    assert body(plain) == body(under_torchrun)
 
 
 @needs_demo
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_chat_example(encoding: str) -> None:
-    under_torchrun = run(CHAT, encoding=encoding, launcher=torchrun(1))
-    assert_dialogs(under_torchrun)
-    plain = run(CHAT, encoding=encoding)
-    assert plain.split("\n", 1)[1] == under_torchrun.split("\n", 1)[1]
-
-
-@needs_demo
-def test_two_ranks_print_once_and_the_same() -> None:
-    alone, shared = run(TEXT, "--temperature", "0"), run(TEXT, "--temperature", "0", launcher=torchrun(2))
-    assert_stories(shared)
-    assert alone.split("\n", 1)[1] == shared.split("\n", 1)[1]
-
-
-@needs_demo
-def test_the_seed_and_the_length_are_obeyed() -> None:
-    first, again, other = run(TEXT), run(TEXT, "--seed", "1"), run(TEXT, "--seed", "2")
-    assert first.split("\n", 1)[1] == again.split("\n", 1)[1] != other.split("\n", 1)[1]
-    short = run(TEXT, "--max_gen_len", "3", "--dtype", "bfloat16")
-    assert len(short) < len(first)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [TEXT, CHAT])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_two_ranks_print_once_and_the_same(script: str) -> None:
+    alone, shared = run(script, "--temperature", "0"), run(script, "--temperature", "0", launcher=torchrun(2))
+    assert body(alone) == body(shared)
+
+
+@needs_demo
+def test_the_seed_and_the_length_are_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    main = load(TEXT).main
+
+    def printed(**flags: Any) -> str:
+        main(str(DEMO), str(DEMO / "tokenizer.model"), device="cpu", **flags)
+        return body(capsys.readouterr().out)
+
+    first = printed()
+    assert first == printed(seed=1) != printed(seed=2)
+    assert len(printed(max_gen_len=3, dtype="bfloat16")) < len(first)
+
+
+@pytest.mark.parametrize(("script", "encoding"), [(TEXT, "ascii"), (CHAT, "latin-1")])
 def test_a_character_the_terminal_lacks_does_not_end_it(script: str, encoding: str) -> None:
     """The demo model may never write one, so a stand-in does: it answers with U+4F60 and an emoji."""
     stub = (
@@ -126,7 +127,7 @@ def test_a_character_the_terminal_lacks_does_not_end_it(script: str, encoding: s
         "    def __enter__(self):\n"
         "        return self\n"
         "llama.Llama.build = staticmethod(lambda *_, **__: Stub())\n"
-        f"sys.argv = ['example', '--ckpt_dir', 'x', '--tokenizer_path', 'y']\n"
+        "sys.argv = ['example', '--ckpt_dir', 'x', '--tokenizer_path', 'y']\n"
         f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
     )
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}

@@ -173,6 +173,16 @@ FIXED = [
     ("What comes after August?", "September"), ("How much is four plus four?", "eight"),
 ]  # fmt: skip
 
+# Questions whose words and patterns are both strange to it; reported beside the foreign ones of known patterns.
+STRANGE = [
+    "Which river flows through Budapest?", "My shoes are too tight, what now?", "Please translate this letter into Dutch.",
+    "Did anybody win the lottery yesterday?", "Sing a song about pirates.", "What is the square root of nineteen?",
+    "Are ghosts real?", "Which phone should my sister buy?", "How tall is the highest mountain?", "Make me laugh.",
+    "Who painted the ceiling of that chapel?", "Plan a holiday in Iceland for us.", "What rhymes with silver?",
+    "Summarize the news of this week.", "Why do stars twinkle at night?", "Recommend a good restaurant nearby.",
+    "How do submarines dive?", "Spell the word necessary.", "Is it going to rain tomorrow?", "What does my dream mean?",
+]  # fmt: skip
+
 REFUSALS = [
     "I am only a tiny model, so I do not know that.",
     "Sorry, I am a tiny model and cannot answer that.",
@@ -229,6 +239,11 @@ def normal(question: str) -> str:
     return " ".join(re.sub(r"[^a-z0-9]+", " ", question.lower()).split())
 
 
+def written(texts: list[str]) -> str:
+    """Texts as one normal string in which `written([question]) in ...` finds a question, also within another."""
+    return "|".join(f" {normal(text)} " for text in texts)
+
+
 Question = tuple[str, str, str]  # text, answer, the words that a right answer holds
 
 
@@ -274,9 +289,9 @@ def split(seed: int) -> tuple[list[Question], list[Question], list[str], list[st
     strange: list[str] = []
     for text in foreign():
         (strange if draw.random() < 0.15 else kept).append(text)
-    known = {normal(text) for text, *_ in train} | {normal(text) for text in kept}
-    held = [question for question in held if normal(question[0]) not in known]
-    return train, held, kept, [text for text in strange if normal(text) not in known]
+    known = written([text for text, *_ in train] + kept)  # "What follows April?" is also a part of "Tell me what ..."
+    held = [question for question in held if written([question[0]]) not in known]
+    return train, held, kept, [text for text in strange if written([text]) not in known]
 
 
 # ---------------------------------------------------------------------------------------- stories

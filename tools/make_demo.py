@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -60,17 +61,21 @@ def train_tokenizer() -> None:
     (OUT / "tokenizer.vocab").unlink()
 
 
-def documents(vocabulary: Any, seed: int, train: list[text.Question], kept: list[str]) -> Iterator[Document]:
-    """Endless documents as ids: one in ten is a story, the others are dialogs in Llama 2's chat format."""
-    draw = random.Random(seed)
+def composed(draw: random.Random, train: list[text.Question], kept: list[str]) -> Iterator[list[str]]:
+    """The endless training text: one in ten a story (one string), the others dialogs (question, answer, ...)."""
     source = text.dialogs(draw, train, kept)
     while True:
-        if draw.random() < 0.1:
-            ids = [1, *vocabulary.encode(text.story(draw)), 2]
+        yield [text.story(draw)] if draw.random() < 0.1 else next(source)
+
+
+def documents(vocabulary: Any, seed: int, train: list[text.Question], kept: list[str]) -> Iterator[Document]:
+    """The training text as ids, dialogs in Llama 2's chat format."""
+    for turns in composed(random.Random(seed), train, kept):
+        if len(turns) == 1:
+            ids = [1, *vocabulary.encode(turns[0]), 2]
             yield ids, [0.0] + [WEIGHT_STORY] * (len(ids) - 1)
             continue
         ids, weights = [], []
-        turns = next(source)
         for place, (question, answer) in enumerate(zip(turns[0::2], turns[1::2], strict=True)):
             asked = [1, *vocabulary.encode(f"[INST] {question} [/INST]")]
             space = [] if place == len(turns) // 2 - 1 else vocabulary.encode("[/INST] x ")[-1:]  # as published
@@ -180,27 +185,59 @@ def evaluate() -> None:
     from llama import Llama
 
     generator = Llama.build(str(OUT), str(OUT / "tokenizer.model"), 256, 32, device="cpu", dtype="float32")
-    _, held, _, strange = text.split(SEED)
-    ask = lambda questions: answers_of(generator, questions)  # noqa: E731
-    seen = [want in answer for (_, _, want), answer in zip(held, ask([q for q, *_ in held]), strict=True)]
-    print(f"unseen combinations: {sum(seen)} of {len(seen)} right ({sum(seen) / len(seen):.1%})")
-    other = text.untrained()
-    right = [want in answer for (_, _, want), answer in zip(other, ask([q for q, *_ in other]), strict=True)]
-    print(f"unseen forms: {sum(right)} of {len(right)} right ({sum(right) / len(right):.1%})")
-    down = ["tiny model" in answer for answer in ask(strange)]
-    print(f"foreign questions turned down: {sum(down)} of {len(down)} ({sum(down) / len(down):.1%})")
-    fixed = ask([q for q, _ in text.FIXED])
-    good = sum(want in answer for (_, want), answer in zip(text.FIXED, fixed, strict=True))
-    print(f"the fixed twenty: {good} of {len(fixed)}")
-    for (question, _), answer in zip(text.FIXED, fixed, strict=True):
+    known, held, kept, strange = text.split(SEED)
+    check_held_out(known, kept, [q for q, *_ in held] + [q for q, _ in text.FIXED] + strange)
+    measure("unseen combinations", generator, [(q, want) for q, _, want in held])
+    measure("unseen forms", generator, [(q, want) for q, _, want in text.untrained()])
+    measure("foreign questions turned down", generator, [(q, "tiny model") for q in strange])
+    measure("wholly strange questions turned down", generator, [(q, "tiny model") for q in text.STRANGE])
+    for (question, _), answer in zip(text.FIXED, measure("the fixed twenty", generator, text.FIXED), strict=True):
         print(f"  {question}  ->  {answer}")
+    evaluate_talks(generator, held)
     evaluate_stories(generator)
+
+
+def check_held_out(known: list[text.Question], kept: list[str], asked: list[str], amount: int = 400_000) -> None:
+    """No held-out question stands in the text that training draws, nor in a part of it: looked for, not assumed."""
+    stream = composed(random.Random(SEED + 1), known, kept)
+    turns = {turn for _ in range(amount) for turn in next(stream)}
+    whole = text.written(sorted(turns))
+    found = [question for question in asked if text.written([question]) in whole]
+    print(f"{len(asked)} held-out questions, {len(found)} of them in {amount:,} training documents {found or ''}")
+    assert not found
+
+
+def measure(what: str, generator: Any, asked: list[tuple[str, str]]) -> list[str]:
+    """The answers to questions; prints the share of them that hold the wanted words."""
+    found = answers_of(generator, [question for question, _ in asked])
+    good = sum(want in answer for (_, want), answer in zip(asked, found, strict=True))
+    print(f"{what}: {good} of {len(found)} ({good / len(found):.1%})")
+    return found
+
+
+def evaluate_talks(generator: Any, held: list[text.Question]) -> None:
+    """The last of three held-out questions in one dialog, under a system prompt."""
+    talks = list(zip(held[0::3], held[1::3], held[2::3]))  # noqa: B905
+    dialogs = []
+    for talk in talks:
+        dialog = [{"role": "system", "content": text.SYSTEMS[len(dialogs) % len(text.SYSTEMS)]}]
+        for question, answer, _ in talk:
+            dialog += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        dialogs.append(dialog[:-1])
+    found = [reply["generation"]["content"] for reply in generator.chat_completion(dialogs, 0, max_gen_len=40)]
+    good = sum(talk[-1][2] in answer for talk, answer in zip(talks, found, strict=True))
+    print(f"third turn under a system prompt: {good} of {len(found)} ({good / len(found):.1%})")
 
 
 def answers_of(generator: Any, questions: list[str]) -> list[str]:
     dialogs = [[{"role": "user", "content": question}] for question in questions]
     found = generator.chat_completion(dialogs, temperature=0, max_gen_len=40)
     return [answer["generation"]["content"] for answer in found]
+
+
+def heroes(tale: str) -> set[str]:
+    """The names in a tale: those of the lists, and whatever else is written large within a sentence."""
+    return set(re.findall(r"[a-z,] ([A-Z][a-z]+)", tale)) | set(text.GIRLS + text.BOYS) & set(re.findall(r"\w+", tale))
 
 
 def evaluate_stories(generator: Any) -> None:
@@ -215,15 +252,15 @@ def evaluate_stories(generator: Any) -> None:
         openings * 10, temperature=0.6, top_p=0.9, seed=SEED, details=True, keep_space=True
     )
     tales = [opening + result["generation"] for opening, result in zip(openings * 10, found, strict=True)]
-    names = [[word for word in text.GIRLS + text.BOYS if word in tale.replace(".", " ").split()] for tale in tales]
     ended = sum(result["finish_reason"] == "stop" for result in found)
     long = sum(result["completion_tokens"] >= 60 for result in found)
-    looped = sum(len(set(s := tale.split(". "))) < len(s) for tale in tales)
-    kept = sum(len(who) == 1 for who in names)
+    looped = sum(len(set(s := re.split(r"[.!?] ", tale))) < len(s) for tale in tales)
+    kept = sum(len(heroes(tale)) == 1 for tale in tales)
     print(
         f"50 stories: {kept} keep their hero's name, {ended} end by themselves, {long} have 60 tokens, "
         f"{looped} repeat a sentence"
     )
+    print(f"{len(set(tales))} of them differ")
     for tale in tales[:3]:
         print(f"  {tale}")
 
