@@ -38,6 +38,13 @@ class Conversation:
         """Forget all turns, not the system text."""
         self.dialog = []
 
+    def load(self, messages: Any) -> None:
+        """Go on with another dialog, which ends with an answer. LlamaError, and nothing changed, where it is none."""
+        check_dialog([*messages, {"role": "user", "content": ""}] if isinstance(messages, list) else messages, 0)
+        lead = [message["content"] for message in messages[:1] if message["role"] == "system"]
+        self.system = lead[0] if lead else None
+        self.dialog = list(messages[len(lead) :])
+
     def messages(self) -> Dialog:
         """The whole dialog, system text first."""
         lead: Dialog = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -57,6 +64,7 @@ class Conversation:
         """
         self.dialog.append({"role": "user", "content": content})
         kept = False
+        self.dropped = self.prefilled = self.completion_tokens = 0
         try:
             if is_unsafe(self.messages()):
                 yield UNSAFE_ERROR
@@ -79,9 +87,7 @@ class Conversation:
 
     def _answer(self, temperature: float, top_p: float, max_gen_len: int | None, options: Any) -> Iterator[str]:
         """Drop what does not fit, then stream from the end of the common prefix."""
-        window = self.generator.model.params.max_seq_len
-        room = window - (max(1, window // 4) if max_gen_len is None else min(max_gen_len, window - 1))
-        dialog, self.dropped = fit_dialog(self.generator.tokenizer, self.messages(), room)
+        dialog, self.dropped = fit_dialog(self.generator.tokenizer, self.messages(), self.generator.room(max_gen_len))
         self.dialog = [message for message in dialog if message["role"] != "system"]
         check_dialog(dialog, 0)
         prompt = encode_dialog(self.generator.tokenizer, dialog)

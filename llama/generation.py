@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, ClassVar, TypedDict
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from typing_extensions import NotRequired, Self, Unpack
 
@@ -30,6 +31,7 @@ from .chat import (
     Role,
     check_dialog,
     encode_dialog,
+    fit_dialog,
     is_unsafe,
 )
 from .errors import LlamaError
@@ -82,6 +84,7 @@ class ChatPrediction(TypedDict):
     finish_reason: NotRequired[str]
     prompt_tokens: NotRequired[int]
     completion_tokens: NotRequired[int]
+    dropped: NotRequired[int]
 
 
 class Options(TypedDict, total=False):
@@ -594,14 +597,21 @@ class Llama:
         logprobs: bool = False,
         *,
         keep_space: bool = False,
+        drop_oldest: bool = False,
         **options: Unpack[Options],
     ) -> list[ChatPrediction]:
         """Answer dialogs: one `{"generation": {"role": "assistant", "content": str}}` each, with `logprobs` also
         "tokens" and "logprobs". A dialog that holds a special tag is answered with `UNSAFE_ERROR` and costs nothing.
+        `drop_oldest=True` leaves out the oldest turns that do not fit; "dropped" in the details counts the messages.
         """
         for place, dialog in enumerate(dialogs):
             check_dialog(dialog, place)
         safe = [place for place, dialog in enumerate(dialogs) if not is_unsafe(dialog)]
+        dropped = dict.fromkeys(safe, 0)
+        if drop_oldest:
+            dialogs = list(dialogs)
+            for place in safe:
+                dialogs[place], dropped[place] = fit_dialog(self.tokenizer, dialogs[place], self.room(max_gen_len))
         prompts = [encode_dialog(self.tokenizer, dialogs[place], place) for place in safe]
         answers: dict[int, dict[str, Any]] = {}
         if prompts:
@@ -609,6 +619,8 @@ class Llama:
             for i, (tokens, scores) in enumerate(results):
                 content = self._text(tokens, options.get("stop", ()), keep_space)
                 extras = self._extras(tokens, scores, notes[i] if notes else {}, options, keep_space)
+                if drop_oldest and options.get("details"):
+                    extras["dropped"] = dropped[safe[i]]
                 answers[safe[i]] = {"generation": {"role": "assistant", "content": content}, **extras}
         refused = _refused(logprobs, options)
         return [answers.get(place, refused) for place in range(len(dialogs))]  # type: ignore[misc]
@@ -629,6 +641,74 @@ class Llama:
             return iter([UNSAFE_ERROR])
         steps = self.stream([encode_dialog(self.tokenizer, dialog)], max_gen_len, temperature, top_p, **options)
         return self.pieces(steps, options, keep_space)
+
+    def room(self, max_gen_len: int | None) -> int:
+        """Tokens that a dialog may have so that its answer fits too: a quarter of the window, unless a length is given."""
+        window = int(self.model.params.max_seq_len)
+        return window - (max(1, window // 4) if max_gen_len is None else min(max_gen_len, window - 1))
+
+    # --------------------------------------------------------------------- looking without generating
+
+    def score(self, prompts: Sequence[str | list[int]]) -> list[dict[str, Any]]:
+        """How likely texts (or token lists) are: per prompt "tokens", "logprobs" (natural, the first 0.0) and "sum"."""
+        encoded = self._encode_all(prompts)
+        tokens, logprobs = self.generate(encoded, 0, temperature=0, logprobs=True, echo=True)
+        return [{"tokens": t, "logprobs": p, "sum": sum(p)} for t, p in zip(tokens, logprobs, strict=True)]
+
+    def hidden_states(self, prompt_tokens: list[list[int]], layers: Sequence[int] | None = None) -> list[Tensor]:
+        """What the model holds of each prompt's tokens: per prompt a tensor (layers, seqlen, dim) in the model's dtype.
+
+        `layers` names blocks from 0 up; -1 is after the final norm. None is every block and the final norm.
+        """
+        prompts = self._check_prompts(prompt_tokens)
+        n_layers, size = self.model.params.n_layers, self.model.params.max_batch_size
+        wanted = [*range(n_layers), -1] if layers is None else list(layers)
+        for layer in wanted:
+            if not -1 <= layer < n_layers:
+                raise LlamaError(
+                    f"layers names {layer}; blocks go from 0 to {n_layers - 1}, -1 is after the final norm"
+                )
+        found: list[Tensor] = []
+        with Turn.of(self).take():
+            for first in range(0, len(prompts), size):
+                found += _watch_layers(self.model, prompts[first : first + size], wanted)
+        return found
+
+    def embed(self, texts: Sequence[str | list[int]], pooling: str = "mean") -> Tensor:
+        """One float32 vector (dim) per text, stacked: the mean, or the last, of its tokens' final normed states."""
+        if pooling not in ("mean", "last"):
+            raise LlamaError(f"pooling={pooling!r} must be 'mean' or 'last'")
+        states = [found[0].float() for found in self.hidden_states(self._encode_all(texts), layers=[-1])]
+        rows = [state.mean(0) if pooling == "mean" else state[-1] for state in states]
+        return torch.stack(rows) if rows else torch.empty(0, self.model.params.dim)
+
+    def _encode_all(self, prompts: Any) -> list[list[int]]:
+        if isinstance(prompts, (str, bytes)):
+            raise LlamaError(f"prompts is one {type(prompts).__name__}: {prompts!r:.40}; it must be a list of texts")
+        return [self.tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in prompts]
+
+
+@torch.no_grad()
+def _watch_layers(model: Any, prompts: list[list[int]], wanted: list[int]) -> list[Tensor]:
+    """One forward over prompts side by side, right-padded, with a hook on each layer that is wanted."""
+    seen: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        return lambda module, args, output: seen.__setitem__(layer, output)
+
+    watched = {layer: model.norm if layer == -1 else model.layers[layer] for layer in wanted}
+    handles = [module.register_forward_hook(keep(layer)) for layer, module in watched.items()]
+    try:
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+        model.hidden(tokens, 0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [
+        torch.stack([seen[layer][row, : len(prompt)] for layer in wanted]) if wanted else torch.empty(0, len(prompt), 0)
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def _refused(logprobs: bool, options: Options) -> dict[str, Any]:
