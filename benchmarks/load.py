@@ -88,7 +88,7 @@ def measure(folder: Path, repeat: int, *arguments: str) -> dict[str, float]:
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
-    command = [sys.executable, __file__, "--folder", str(folder), "--one", *arguments]
+    command = [sys.executable, str(Path(__file__).resolve()), "--folder", str(folder), "--one", *arguments]
     runs = [
         json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(repeat)
     ]

@@ -4,7 +4,8 @@ Opening reads headers only (`formats`); a checkpoint's values are mapped (`store
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from .tensorfile import read_head, read_pth, wrong
 
 __all__ = ["Checkpoint", "check_memory", "load", "memory_estimate", "open_checkpoint"]
 
+THREADS = 4  # that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
 
 
@@ -91,22 +93,31 @@ def load(model: nn.Module, checkpoint: Checkpoint, *, rank: int = 0, world: int 
     checkpoint.taken = True
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
-        for name, parameter in parameters.items():
-            _load_one(parameter, checkpoint, name, rank, world)
+        for parameter in _in_threads(lambda item: _load_one(*item, checkpoint, rank, world), parameters.items()):
             bar.update(parameter.numel() * parameter.itemsize)
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
 
 
-def _load_one(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, rank: int, world: int) -> None:
-    """Map or fill one parameter; a tied head waits for the embedding."""
+def _in_threads(
+    work: Callable[[tuple[str, nn.Parameter]], nn.Parameter], items: Iterable[tuple[str, nn.Parameter]]
+) -> Iterator[nn.Parameter]:
+    """The results as they come, from as many threads as torch may use here, at most THREADS."""
+    with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+        for done in as_completed([pool.submit(work, item) for item in items]):
+            yield done.result()
+
+
+def _load_one(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, rank: int, world: int) -> nn.Parameter:
+    """Map or fill one parameter, and return it; a tied head waits for the embedding."""
     if checkpoint.tied and world == 1 and name == "output.weight":
-        return
+        return parameter
     entry, pieces = checkpoint.entries[name], checkpoint.pieces(name, rank, world)
     if parameter.device.type == "cpu" and parameter.dtype == entry.dtype and entry.stored_as_used:
         listed = list(pieces)
         if len(listed) == 1 and listed[0][1].is_contiguous():
             parameter.data = listed[0][1]
-            return
+            return parameter
         pieces = iter(listed)
     checkpoint.fill(parameter.data, name, pieces, world)
+    return parameter

@@ -68,7 +68,7 @@ class CompletionPrediction(TypedDict):
     generation: str
     tokens: NotRequired[list[str]]
     logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[dict[str, float]]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
     finish_reason: NotRequired[str]
     prompt_tokens: NotRequired[int]
     completion_tokens: NotRequired[int]
@@ -80,7 +80,7 @@ class ChatPrediction(TypedDict):
     generation: Message
     tokens: NotRequired[list[str]]
     logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[dict[str, float]]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
     finish_reason: NotRequired[str]
     prompt_tokens: NotRequired[int]
     completion_tokens: NotRequired[int]
@@ -544,7 +544,7 @@ class Llama:
             extras["logprobs"] = scores
         if note and options.get("top_logprobs"):
             best = note["top_logprobs"]
-            extras["top_logprobs"] = [{spell(token): value for token, value in entry.items()} for entry in best]
+            extras["top_logprobs"] = [[(spell(token), value) for token, value in entry.items()] for entry in best]
         if note and options.get("details"):
             extras |= {key: note[key] for key in ("finish_reason", "prompt_tokens", "completion_tokens")}
         return extras
@@ -643,7 +643,7 @@ class Llama:
         return self.pieces(steps, options, keep_space)
 
     def room(self, max_gen_len: int | None) -> int:
-        """Tokens that a dialog may have so that its answer fits too: a quarter of the window, unless a length is given."""
+        """Tokens that a dialog may have so that its answer fits: a quarter of the window unless a length is given."""
         window = int(self.model.params.max_seq_len)
         return window - (max(1, window // 4) if max_gen_len is None else min(max_gen_len, window - 1))
 

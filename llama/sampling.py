@@ -126,9 +126,9 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
 
 def distribution(logits: Tensor, settings: Sampling) -> Tensor:
     """Probabilities (n, v) after temperature (above 0), top-k and min-p; top-p comes with the draw."""
-    if settings.temperature < 1e-6:  # the division could overflow
+    if settings.temperature < 1e-6:  # the division could overflow, or the temperature be 0 in float32
         logits = logits - logits.amax(-1, keepdim=True)
-    scaled = logits / settings.temperature
+    scaled = logits / max(settings.temperature, 1e-30)
     if 0 < settings.top_k < scaled.shape[-1]:
         values, ids = torch.topk(scaled, settings.top_k, dim=-1)
         scaled = torch.full_like(scaled, -math.inf).scatter(-1, ids, values)

@@ -162,7 +162,11 @@ def shards() -> Any:
         for name, weight in generator.model.state_dict().items():
             assert torch.equal(weight, part(name, whole[name], RANK)), name
         attention = generator.model.layers[0].attention
-        assert (attention.n_kv_heads, attention.n_local_heads, attention.n_local_kv_heads) == (4, 4 // WORLD, 4 // WORLD)
+        assert (attention.n_kv_heads, attention.n_local_heads, attention.n_local_kv_heads) == (
+            4,
+            4 // WORLD,
+            4 // WORLD,
+        )
         assert attention.cache_k.shape == (4, 48, 4 // WORLD, 16)
         assert list(generator.model.state_dict()) == list(reference.shapes({**GQA, "n_kv_heads": 8}))
         return fairscale.get_model_parallel_rank()

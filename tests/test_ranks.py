@@ -48,7 +48,7 @@ def torchrun(ranks: int, folder: Path, names: list[str]) -> list[str]:
 
 
 def write_checkpoints(folder: Path) -> None:
-    """"gqa" with 4 key/value heads for 8, "mqa" with one, each as one file."""
+    """ "gqa" with 4 key/value heads for 8, "mqa" with one, each as one file."""
     for name, params in (("gqa", helpers_ranks.GQA), ("mqa", {**helpers_ranks.GQA, "n_kv_heads": 1, "n_heads": 4})):
         (folder / name).mkdir()
         (folder / name / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
