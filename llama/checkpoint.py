@@ -103,9 +103,12 @@ def _in_threads(
     work: Callable[[tuple[str, nn.Parameter]], nn.Parameter], items: Iterable[tuple[str, nn.Parameter]]
 ) -> Iterator[nn.Parameter]:
     """The results as they come, from as many threads as torch may use here, at most THREADS."""
-    with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+    pool = ThreadPoolExecutor(min(THREADS, torch.get_num_threads()))
+    try:
         for done in as_completed([pool.submit(work, item) for item in items]):
             yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _load_one(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, rank: int, world: int) -> nn.Parameter:

@@ -145,8 +145,9 @@ def copy(target: Tensor, source: Tensor) -> None:
         for index in range(len(source)):
             copy(target[index], source[index])
     else:
-        for some_target, some_source in zip(target.split(GRAIN // row), source.split(GRAIN // row), strict=True):
-            some_target.copy_(some_source)
+        for start in range(0, len(source), GRAIN // row):
+            rows = slice(start, start + GRAIN // row)
+            target[rows].copy_(source[rows])
 
 
 def from_halves(weight: Tensor, heads: int) -> Tensor:

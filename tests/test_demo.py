@@ -1,79 +1,65 @@
-"""The model that ships: its files, its answers through the oracle, and the library reading it as the oracle does."""
+"""The model that ships: its size, and that oracle and library read the same answers from it."""
 
+import importlib.util
 import json
-import sys
-from typing import Any
+from pathlib import Path
+from types import ModuleType
 
-import helpers
 import pytest
 import reference
 import torch
-from torch import Tensor
 
-from llama import Llama, Tokenizer
+from llama import Llama
 
-sys.path.append(str(helpers.ROOT / "tools"))
-
-import demo_text
-
-DEMO = helpers.ROOT / "checkpoints" / "demo"
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "checkpoints" / "demo"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(str(DEMO / "tokenizer.model"))
+def text() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_text", ROOT / "tools" / "demo_text.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
-def params(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {**json.loads((DEMO / "params.json").read_text()), "vocab_size": tokenizer.n_words}
+def generator() -> Llama:
+    return Llama.build(str(DEMO), str(DEMO / "tokenizer.model"), 256, 32, device="cpu", dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def weights() -> dict[str, Tensor]:
-    stored = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
-    assert {weight.dtype for weight in stored.values()} == {torch.bfloat16}
-    return {name: weight.float() for name, weight in stored.items()}
-
-
-def test_files(weights: dict[str, Tensor], params: dict[str, Any]) -> None:
-    """Small, in Meta's format, complete, and with fewer key/value heads than heads."""
+def test_it_is_small() -> None:
     assert (DEMO / "consolidated.00.pth").stat().st_size <= 4_000_000
-    assert {path.name for path in DEMO.iterdir()} == {"consolidated.00.pth", "params.json", "tokenizer.model"}
-    assert json.loads((DEMO / "params.json").read_text())["vocab_size"] == -1
-    assert params["n_kv_heads"] < params["n_heads"] and params["n_heads"] % params["n_kv_heads"] == 0
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == reference.shapes(params)
-    assert list(weights) == list(reference.shapes(params))
+    weights = torch.load(DEMO / "consolidated.00.pth", weights_only=True)
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    params = json.loads((DEMO / "params.json").read_text())
+    assert params["n_kv_heads"] < params["n_heads"] and params["vocab_size"] == -1
+    assert list(weights) == list(reference.shapes({**params, "vocab_size": 1024}))
 
 
-def test_tokenizer(tokenizer: Tokenizer) -> None:
-    """At most 2048 pieces, Llama 2's special ids, and bytes for what it has no piece for."""
-    assert tokenizer.n_words <= 2048
-    assert (tokenizer.sp_model.unk_id(), tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2, -1)
-    strange = "Zürich 你 🙂 [INST]\n"
-    ids = tokenizer.encode(strange, bos=False, eos=False)
-    assert 0 not in ids and tokenizer.decode(ids) == strange
+def test_it_answers_what_was_written_down_before_the_training(text: ModuleType, generator: Llama) -> None:
+    dialogs = [[{"role": "user", "content": question}] for question, _ in text.FIXED]
+    answers = [found["generation"]["content"] for found in generator.chat_completion(dialogs, 0, max_gen_len=40)]  # type: ignore
+    right = sum(wanted in answer for (_, wanted), answer in zip(text.FIXED, answers))
+    assert right >= 18, answers
 
 
-def test_no_held_out_question_is_trained_on() -> None:
-    train, held, kept, strange = demo_text.split(20261130)
-    whole = demo_text.written([question for question, *_ in train] + kept)
-    asked = [question for question, *_ in held] + [question for question, _ in demo_text.FIXED] + strange
-    assert len(held) >= 300 and len(demo_text.FIXED) == 20
-    assert [question for question in asked if demo_text.written([question]) in whole] == []
+def test_nothing_held_out_was_trained(text: ModuleType) -> None:
+    train, held, kept, strange = text.split(20261130)
+    known = {text.normal(question) for question, *_ in train} | {text.normal(question) for question in kept}
+    asked = {text.normal(question) for question, *_ in held} | {text.normal(question) for question in strange}
+    assert len(held) >= 300 and not known & asked
+    assert {text.normal(question) for question, _ in text.FIXED} <= asked
 
 
-def test_the_fixed_twenty(weights: dict[str, Tensor], params: dict[str, Any], tokenizer: Tokenizer) -> None:
-    answers = []
-    for question, wanted in demo_text.FIXED:
-        prompt = tokenizer.encode(f"[INST] {question} [/INST]", bos=True, eos=False)
-        answer = tokenizer.decode(reference.greedy(weights, params, prompt, 30, tokenizer.eos_id))
-        answers.append((question, answer, wanted in answer))
-    assert sum(right for *_, right in answers) >= 18, answers
-
-
-def test_the_library_reads_it_as_the_oracle_does(weights: dict[str, Tensor], params: dict[str, Any]) -> None:
-    tokens = helpers.random_ids(2, 60, vocab_size=params["vocab_size"])
-    with Llama.build(str(DEMO), str(DEMO / "tokenizer.model"), 64, 2, device="cpu", dtype="float32") as generator:
-        found = generator.model.forward(tokens, 0)
-    helpers.close(found, reference.logits(weights, params, tokens), 1e-4)
+def test_the_oracle_says_the_same(text: ModuleType, generator: Llama) -> None:
+    params = {**json.loads((DEMO / "params.json").read_text()), "vocab_size": 1024}
+    weights = {k: v.float() for k, v in torch.load(DEMO / "consolidated.00.pth", weights_only=True).items()}
+    for question, _ in text.FIXED[:4]:
+        prompt = generator.tokenizer.encode(f"[INST] {question} [/INST]", bos=True, eos=False)
+        wanted = reference.greedy(weights, params, prompt, 12, eos_id=2)
+        assert generator.generate([prompt], 12, temperature=0)[0] == [wanted]
+        ids = torch.tensor([prompt])
+        close = (generator.model(ids, 0) - reference.logits(weights, params, ids)).abs().max()
+        assert close < 1e-3

@@ -87,13 +87,13 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_streamed_text_is_the_text(generator: Llama, options: dict[str, Any]) -> None:
-    for seed in range(12):
-        whole = generator.text_completion(["the cold night"], 1.5, seed=seed, **options)[0]["generation"]
-        assert "".join(generator.stream_text("the cold night", 1.5, seed=seed, **options)) == whole
+    for seed in range(4):
+        whole = generator.text_completion(["the cold night"], 1.5, 0.9, 40, seed=seed, **options)[0]["generation"]
+        assert "".join(generator.stream_text("the cold night", 1.5, 0.9, 40, seed=seed, **options)) == whole
         assert not any(stop in whole for stop in options.get("stop", ()))
         dialog: Any = [{"role": "user", "content": "rain"}]
-        answer = generator.chat_completion([dialog], 1.5, seed=seed, **options)[0]["generation"]["content"]
-        assert "".join(generator.stream_chat(dialog, 1.5, seed=seed, **options)) == answer
+        answer = generator.chat_completion([dialog], 1.5, 0.9, 40, seed=seed, **options)[0]["generation"]["content"]
+        assert "".join(generator.stream_chat(dialog, 1.5, 0.9, 40, seed=seed, **options)) == answer
 
 
 def test_an_open_stream_is_busy_and_closing_frees(generator: Llama, golden: Any) -> None:
@@ -229,7 +229,7 @@ def test_many_calls_leave_memory_where_it_was(generator: Llama) -> None:
 
     def tensors() -> int:
         gc.collect()
-        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
     call()
     before = tensors()
