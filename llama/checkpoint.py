@@ -66,7 +66,8 @@ def _open_file(path: Path) -> Checkpoint:
     head = read_head(path, expected)
     if path.suffix in (".pth", ".safetensors", ".json"):
         return _open_folder(path.parent)  # one file of a folder
-    if head.startswith((b"PK", b"\x80")):
+    # a pickle begins with 0x80 and so does a llama2.c header with dim 128, but that goes on with zeros
+    if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[2:4] != b"\0\0"):
         value, mapped = read_pth(path)
         if isinstance(value, Mapping) and {"model", "model_args"} <= set(value):
             return open_training(path, value, mapped)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import checkpoint_files as files
 import pytest
+import reference
 import torch
 
 from llama import convert as module
@@ -336,3 +337,18 @@ def test_info_check_names_what_is_not_finite(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(LlamaError, match=r"2 weights are not finite: layers.1.feed_forward.w2.weight \(0 NaN, 2 inf\)"):
         info(str(path), check=True)
     assert "1 NaN, 0 inf" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dim", [128, 640])
+def test_a_llama2c_header_that_begins_like_a_pickle(tmp_path: Path, dim: int) -> None:
+    """128 and 640 are the bytes 80 00 and 80 02: told from a pickle by the zeros behind them."""
+    params = {"dim": dim, "n_layers": 1, "n_heads": 4, "n_kv_heads": 4, "multiple_of": 32, "norm_eps": 1e-5}
+    weights = reference.random_weights({**params, "vocab_size": 360}, 1, torch.float32)
+    source = tmp_path / "src"
+    source.mkdir()
+    torch.save(weights, source / "consolidated.00.pth")
+    (source / "params.json").write_text(json.dumps(params))
+    shutil.copy(GOLDEN / "mha" / "tokenizer.model", source)
+    convert(str(source), str(tmp_path / "c"), "llama2c")
+    found = open_checkpoint(tmp_path / "c")
+    assert found.format == "llama2c" and torch.equal(found.read("output.weight"), weights["output.weight"])
