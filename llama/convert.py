@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .errors import LlamaError
 from .memory import count_parameters, ffn_width, gigabytes, memory_estimate
 from .stored import hf_name, kind_of, some, to_halves
-from .tensorfile import raw_bytes, write_safetensors, write_tensor
+from .tensorfile import raw_bytes, read_json, write_safetensors, write_tensor
 
 logger = logging.getLogger("llama")
 
@@ -205,10 +205,10 @@ def _write_hf(source: Source, folder: Path, context: int, shards: int) -> None:
     if len(files) > 1:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index_json)
-    bos, eos = _copy_hf_tokenizer(checkpoint, folder, context)
-    generation = {"bos_token_id": bos, "eos_token_id": eos, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    ids = _copy_hf_tokenizer(checkpoint, folder, context)
+    generation = {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "config.json", _hf_config(source, context, bos, eos))
+    _write_json(folder / "config.json", {**_hf_config(source, context), **ids})
 
 
 def _group(source: Source, names: list[str]) -> list[list[str]]:
@@ -230,7 +230,7 @@ def _hf_tensor(source: Source, name: str) -> Tensor:
     return tensor
 
 
-def _hf_config(source: Source, context: int, bos: int, eos: int) -> dict[str, Any]:
+def _hf_config(source: Source, context: int) -> dict[str, Any]:
     params = source.params
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -250,8 +250,6 @@ def _hf_config(source: Source, context: int, bos: int, eos: int) -> dict[str, An
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": source.checkpoint.tied,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
         "torch_dtype": str(source.dtype("output.weight")).removeprefix("torch."),
     }
 
@@ -312,30 +310,32 @@ def tokenizer_bin(vocabulary: sentencepiece.SentencePieceProcessor) -> bytes:
     return struct.pack("<i", max(map(len, pieces))) + b"".join(body)
 
 
-def _copy_hf_tokenizer(checkpoint: Checkpoint, folder: Path, context: int) -> tuple[int, int]:
-    """The tokenizer's files, new or as they stand in a Hugging Face folder; the ids of BOS and EOS."""
-    _copy_tokenizer(checkpoint, folder)
-    kept = [checkpoint.path / name for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")]
-    if checkpoint.format == "hf" and kept[1].is_file():
-        for path in (path for path in kept if path.is_file()):
+KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def _copy_hf_tokenizer(checkpoint: Checkpoint, folder: Path, context: int) -> dict[str, Any]:
+    """The tokenizer's files, new or as they stand in a Hugging Face folder; its BOS and EOS ids by config's names."""
+    if checkpoint.format == "hf" and (checkpoint.path / "tokenizer_config.json").is_file():
+        for path in (path for path in map(checkpoint.path.joinpath, KEPT) if path.is_file()):
             shutil.copyfile(path, folder / path.name)
+    if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
+        _copy_tokenizer(checkpoint, folder)
+    if checkpoint.format == "hf":
+        config = read_json(checkpoint.path / "config.json", "a Hugging Face configuration")
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
+        if ids:
+            return ids
     vocabulary = _sentencepiece(checkpoint.tokenizer_path)
     if vocabulary is None:
-        return 1, 2
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    config = {
-        "tokenizer_class": "LlamaTokenizer",
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "legacy": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": context,
-        **special,
-    }
+        logger.warning("%s: no SentencePiece vocabulary, so no BOS and EOS ids are written", checkpoint.path)
+        return {}
     if not (folder / "tokenizer_config.json").exists():
+        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        config = {"tokenizer_class": "LlamaTokenizer", "model_max_length": context, "legacy": False, **special}
+        config |= {"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False}
         _write_json(folder / "tokenizer_config.json", config)
         _write_json(folder / "special_tokens_map.json", special)
-    return vocabulary.bos_id(), vocabulary.eos_id()
+    return {"bos_token_id": vocabulary.bos_id(), "eos_token_id": vocabulary.eos_id()}
 
 
 # --------------------------------------------------------------------------------------------------- info

@@ -273,6 +273,17 @@ def test_what_cannot_be_asked_for(tmp_path: Path, meta: Path, options: dict[str,
     assert leftovers(tmp_path) == ["src"]
 
 
+def test_special_ids_and_tokenizer_files_of_a_hugging_face_folder_are_kept(tmp_path: Path) -> None:
+    source = files.write_hf(tmp_path / "src", files.weights(), bos_token_id=30, eos_token_id=[31, 32])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_text("{}")
+    convert(str(source), str(tmp_path / "dst"), "hf", dtype="bfloat16")
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "dst" / name).read_text())
+        assert (written["bos_token_id"], written["eos_token_id"]) == (30, [31, 32])
+    assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
+
+
 def test_no_tokenizer_is_said(tmp_path: Path, meta: Path, caplog: pytest.LogCaptureFixture) -> None:
     (meta / "tokenizer.model").unlink()
     with caplog.at_level(logging.WARNING, "llama"):
