@@ -303,7 +303,7 @@ class Transformer(nn.Module):
         seqlen = tokens.shape[1]
         mask: Mask
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
-            start_pos, freqs_cis, mask = self._row_positions(start_pos, seqlen, span, h.device)
+            start_pos, freqs_cis, mask = self._row_positions(start_pos, *tokens.shape, span, h.device)
         else:
             start_pos = int(start_pos)
             freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)
@@ -322,8 +322,8 @@ class Transformer(nn.Module):
     def clear_row(self, row: int, start: int, end: int) -> None:
         """Zero a cache row's positions: a mask hides what an earlier text left there, but 0 x NaN is NaN."""
         for attention in self.attentions():
-            attention.cache_k[row, start:end] = 0
-            attention.cache_v[row, start:end] = 0
+            attention.cache_k[row : row + 1, start:end] = 0  # a slice: a row that is not there is refused later on
+            attention.cache_v[row : row + 1, start:end] = 0
 
     def _check_window(self, start_pos: int, seqlen: int) -> None:
         """The blocks check the cache; this is about the angles, of which there are twice max_seq_len."""
@@ -334,9 +334,11 @@ class Transformer(nn.Module):
             )
 
     def _row_positions(
-        self, start_pos: Tensor, seqlen: int, span: int | None, device: torch.device
+        self, start_pos: Tensor, bsz: int, seqlen: int, span: int | None, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Positions (b,) on the device, their angles (b, s, k/2) and who-sees-whom, boolean (b, 1, s, span)."""
+        if start_pos.shape != (bsz,):
+            raise LlamaError(f"start_pos has shape {tuple(start_pos.shape)}; with {bsz} rows it must be ({bsz},)")
         if span is None:
             first, span = int(start_pos.min()), int(start_pos.max()) + seqlen
             if first < 0 or span > self.params.max_seq_len:

@@ -136,6 +136,7 @@ class ProcessGroups:
     _worlds_made = 0
     _made_world = _made_model_parallel = False
     _stdout: TextIO | None = None  # the real one, while this rank is muted
+    _muted: TextIO | None = None  # what stands in its place
     _lock = threading.RLock()
 
     def __init__(self) -> None:
@@ -146,8 +147,9 @@ class ProcessGroups:
 
     def _mute(self) -> None:
         cls = ProcessGroups
-        if rank() > 0 and cls._stdout is None:
-            cls._stdout, sys.stdout = sys.stdout, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        if dist.get_rank() > 0 and cls._stdout is None:
+            cls._stdout, cls._muted = sys.stdout, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            sys.stdout = cls._muted
 
     def close(self) -> None:
         """Idempotent. Waits for the other ranks, since leaving a gloo group early can abort them."""
@@ -182,9 +184,11 @@ def tear_down(wait: bool = True) -> None:
     if cls._made_world and dist.is_initialized():
         dist.destroy_process_group()
     cls._made_world = cls._made_model_parallel = False
-    if cls._stdout is not None:
-        sys.stdout.close()
-        sys.stdout, cls._stdout = cls._stdout, None
+    if cls._stdout is not None and cls._muted is not None:
+        if sys.stdout is cls._muted:  # else the caller has put something of their own there since
+            sys.stdout = cls._stdout
+        cls._muted.close()
+        cls._stdout = cls._muted = None
 
 
 def set_up(

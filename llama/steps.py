@@ -306,7 +306,7 @@ class Decoding:
 
     @torch.no_grad()
     def _pick(self, logits: Tensor, rows: list[Row]) -> list[tuple[Row, int, float | None, dict[int, float] | None]]:
-        request = self.request
+        request, logits = self.request, logits.float()  # a stub's may be of any type
         broken = ~torch.isfinite(logits.amax(-1))  # NaN, +inf, or nothing but -inf
         sound = logits if logits.device.type == "cpu" and not broken.any() else logits.masked_fill(broken[:, None], 0.0)
         tokens = parallel.broadcast(torch.where(broken, -1, self._draw(sound, rows)))  # (n,)

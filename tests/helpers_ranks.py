@@ -4,6 +4,7 @@ A record is {"value": what the check returned} or {"error": a traceback}, writte
 """
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -224,6 +225,17 @@ def muting() -> None:
     generator.close()
     assert sys.stdout is before
     sys.stdout.write(f"after close, rank {RANK}\n")
+    with build(), contextlib.redirect_stdout(io.StringIO()) as mine:  # the caller's own redirection is left alone
+        generator = build()
+        generator.close()
+        print("kept")
+    assert "kept" in mine.getvalue() and sys.stdout is before
+    generator = build()
+    sys.stdout = mine
+    generator.close()
+    print("kept too")
+    sys.stdout = before
+    assert "kept too" in mine.getvalue()
 
 
 @check
@@ -287,10 +299,12 @@ def callers_fairscale_groups() -> None:
 
 @check
 def smaller_models_side_by_side() -> Any:
-    """model_parallel_size=1 on several ranks: each holds a whole model, as FairScale's groups have it."""
+    """model_parallel_size=1 on several ranks: each holds a whole model; only the first of all is heard."""
+    before = sys.stdout
     with build(model_parallel_size=1) as generator:
         assert golden_greedy(generator)
         assert generator.model.layers[0].attention.wq.weight.shape == (64, 64)
+        assert RANK == 0 or sys.stdout is not before
     if WORLD == 4:
         with build(model_parallel_size=2, seed=RANK) as generator:
             assert golden_greedy(generator)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -25,8 +26,9 @@ def text() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def generator() -> Llama:
-    return Llama.build(str(DEMO), str(DEMO / "tokenizer.model"), 256, 32, device="cpu", dtype="float32")
+def generator() -> Iterator[Llama]:
+    with Llama.build(str(DEMO), str(DEMO / "tokenizer.model"), 256, 32, device="cpu", dtype="float32") as built:
+        yield built
 
 
 def test_it_is_small() -> None:
