@@ -303,7 +303,7 @@ class Transformer(nn.Module):
         seqlen = tokens.shape[1]
         mask: Mask
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
-            start_pos, freqs_cis, mask = self._row_positions(start_pos, *tokens.shape, span, h.device)
+            start_pos, freqs_cis, mask = self._row_positions(start_pos, len(tokens), seqlen, span, h.device)
         else:
             start_pos = int(start_pos)
             freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)

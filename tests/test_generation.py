@@ -581,6 +581,16 @@ def test_logits_that_are_no_numbers(bad: float, temperature: float) -> None:
     assert generator.generate([[1, 2]], 3, temperature=0)[0] == [[3, 4, 5]]
 
 
+def test_logits_of_a_stub_in_half_precision_are_chosen_from_in_float32() -> None:
+    class Half(StubModel):
+        def forward(self, *args: Any) -> Tensor:
+            return super().forward(*args).bfloat16()
+
+    _, logprobs = Llama(Half(), StubTokenizer()).generate([[1, 2]], 3, temperature=0, logprobs=True)
+    wanted = torch.log_softmax(torch.tensor([5.0] + [0.0] * 96), dim=0)[0].item()
+    near(logprobs[0], [wanted] * 3, 1e-6)
+
+
 def test_some_logits_of_minus_infinity_are_a_choice_of_the_model() -> None:
     generator, prompts = make(), random_prompts(5)
     generator.model.output.register_forward_hook(

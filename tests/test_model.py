@@ -300,10 +300,17 @@ def test_positions_per_row_past_the_window(positions: list[int]) -> None:
     numbers_in(error, *positions, 2, WINDOW)
 
 
-def test_positions_per_row_of_too_many_rows() -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_positions_per_row_of_too_many_rows(first: int) -> None:
     with pytest.raises(LlamaError, match="max_batch_size") as error:
-        make_model()(random_ids(ROWS + 5, 2), torch.arange(ROWS + 5))
+        make_model()(random_ids(ROWS + 5, 2), torch.full((ROWS + 5,), first))
     numbers_in(error, ROWS + 5, ROWS)
+
+
+def test_as_many_positions_as_rows() -> None:
+    with pytest.raises(LlamaError, match="start_pos") as error:
+        make_model()(random_ids(3, 2), torch.tensor([0, 5]))
+    numbers_in(error, 2, 3)
 
 
 @pytest.mark.parametrize(
