@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 try:
@@ -134,6 +134,7 @@ class ProcessGroups:
 
     _users = 0  # open ProcessGroups in this process
     _worlds_made = 0
+    _met: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None  # as `_meet` found it, for later groups
     _made_world = _made_model_parallel = False
     _stdout: TextIO | None = None  # the real one, while this rank is muted
     _muted: TextIO | None = None  # what stands in its place
@@ -249,12 +250,29 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with "
             f"torchrun, or unset WORLD_SIZE to run on one"
         )
-    wait: dict[str, Any] = {"timeout": limit} if limit else {}
-    store, this_rank, ranks = next(rendezvous("env://", **wait))
-    # torchrun's store outlives our groups: without a prefix of its own a second group would find the first one's ports
+    store, this_rank, ranks = _meet(limit)
+    # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
     ProcessGroups._worlds_made += 1
     store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
-    dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
+    try:
+        dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
+    except BaseException:
+        ProcessGroups._met = None  # perhaps its server is gone
+        raise
+
+
+def _meet(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
+    """The store at MASTER_ADDR:MASTER_PORT, this rank and the number of ranks. Joined once in a process: if the first
+    rank took its server down with one group and put it up with the next, it would cut off ranks that were quicker.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    place = (str(os.getpid()), *(os.environ[name] for name in names))
+    if ProcessGroups._met is None or ProcessGroups._met[0] != place:
+        wait: dict[str, Any] = {"timeout": limit} if limit else {}
+        ProcessGroups._met = place, next(rendezvous("env://", **wait))
+    if limit is not None:
+        ProcessGroups._met[1][0].set_timeout(limit)
+    return ProcessGroups._met[1]
 
 
 # ------------------------------------------------------------------------------------------- layers

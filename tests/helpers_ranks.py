@@ -257,6 +257,24 @@ def three_builds() -> None:
     assert not dist.is_initialized() and sys.stdout is stdout
 
 
+@check
+def a_build_while_the_first_rank_still_closes() -> None:
+    """The later ranks are quick: they ask for the next group while the first is taking down the old one."""
+    original = dist.destroy_process_group
+
+    def slow() -> None:
+        time.sleep(0.3 * (RANK == 0))
+        original()
+
+    dist.destroy_process_group = slow
+    try:
+        for _ in range(2):
+            with build() as generator:
+                assert golden_greedy(generator)
+    finally:
+        dist.destroy_process_group = original
+
+
 def own_group(name: str) -> None:
     """A group of the caller's own making, at a place of its own: a launcher's store serves only one group per process."""
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/{name}", rank=RANK, world_size=WORLD)
@@ -274,6 +292,20 @@ def callers_process_group() -> None:
     assert total.item() == WORLD
     dist.barrier()
     dist.destroy_process_group()
+
+
+@check
+def callers_process_group_from_the_environment() -> None:
+    """At the very place where earlier builds met; once, since a launcher's store keeps what a group wrote."""
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+        with build() as generator:
+            assert golden_greedy(generator)
+        assert dist.is_initialized()
+        dist.barrier()
+        dist.destroy_process_group()
+    with build() as generator:
+        assert golden_greedy(generator)
 
 
 @check

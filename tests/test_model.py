@@ -435,6 +435,16 @@ def test_int32_ids_and_callers_modes() -> None:
     block_loss(model, tokens).backward()
 
 
+def test_ids_caches_and_angles_follow_the_model_to_its_device() -> None:
+    """The device is torch's "meta", the one other device that every machine has."""
+    model = make_model()
+    model(random_ids(2, 5), 0)
+    model.to("meta")
+    for tokens, start in ((random_ids(2, 5), 0), (random_ids(2, 1), 5), (random_ids(2, 3), 6)):
+        assert model(tokens, start).device.type == "meta"
+    assert model.layers[0].attention.cache_k.device.type == "meta"
+
+
 def test_a_cache_filled_in_inference_mode_goes_on_outside_it() -> None:
     model, tokens = make_model().bfloat16().float(), random_ids(2, 9)
     with torch.inference_mode():
@@ -612,6 +622,9 @@ def test_rotation_of_neighbours_in_float32(dtype: torch.dtype) -> None:
         wanted = reference.rotate(x.double().transpose(1, 2), 10000.0).transpose(1, 2)
         assert found.dtype == dtype and found.shape == x.shape
         close(found, wanted.to(dtype), 1e-5 if dtype == torch.float32 else 2**-7)
+        pairs = torch.view_as_complex(x.float().reshape(2, 9, -1, 8, 2))
+        turned = torch.view_as_real(pairs * precompute_freqs_cis(16, 9)[None, :, None]).flatten(3)
+        assert torch.equal(found, turned.to(dtype))  # no wider type either: the published bits
 
 
 def test_reshape_for_broadcast_and_repeat_kv() -> None:

@@ -242,15 +242,19 @@ def test_two_machines_then_one_of_them_vanishes(tmp_path: Path) -> None:
     for rank in range(2):
         shard = {name: helpers_ranks.part(name, weight, rank, 2).clone() for name, weight in whole.items()}
         torch.save(shard, tmp_path / f"consolidated.{rank:02}.pth")
+    write_checkpoints(tmp_path)
     for name in ("params.json", "tokenizer.model"):
         (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
     both = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     environments = [environment(**both, RANK=str(rank), CKPT_DIR=str(tmp_path)) for rank in range(2)]
-    command = [sys.executable, WORKER, str(tmp_path), "shards", "greedy", "sampled", "vanish_while_generating"]
+    names = ["shards", "greedy", "sampled", "three_builds", "a_build_while_the_first_rank_still_closes"]
+    names += ["callers_process_group_from_the_environment"]
+    command = [sys.executable, WORKER, str(tmp_path), *names, "vanish_while_generating"]
     first, last = run_together([command] * 2, environments)
     records = Records(tmp_path, 2, first)
     assert records.values("shards") == [0, 1]
-    assert len(records.values("greedy")) == len(records.values("sampled")) == 2
+    for name in names:
+        records.values(name)
     assert last.returncode == 3 and first.returncode not in (0, -15)
     assert records.seconds_after_the_end_of_a_rank() < 10 and first.stderr
 
