@@ -5,7 +5,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from .chat import UNSAFE_ERROR, Dialog, check_dialog, encode_dialog, fit_dialog, is_unsafe
+from .chat import UNSAFE_ERROR, Dialog, Message, check_dialog, encode_dialog, fit_dialog, is_unsafe
 from .generation import Llama, Options
 
 
@@ -62,34 +62,31 @@ class Conversation:
 
         A text with special tags is answered with `UNSAFE_ERROR` and not kept. LlamaError where it does not fit alone.
         """
-        self.dialog.append({"role": "user", "content": content})
-        kept = False
         self.dropped = self.prefilled = self.completion_tokens = 0
+        question: Message = {"role": "user", "content": content}
+        if is_unsafe([*self.messages(), question]):
+            yield UNSAFE_ERROR
+            return
+        self.dialog.append(question)
+        pieces: list[str] = []
+        failed = False
         try:
-            if is_unsafe(self.messages()):
-                yield UNSAFE_ERROR
-                return
-            pieces: list[str] = []
-            kept = True
-            try:
-                for piece in self._answer(temperature, top_p, max_gen_len, options):
-                    pieces.append(piece)
-                    yield piece
-            except Exception:
-                kept = False
-                raise
-            finally:
-                if kept:
-                    self.dialog.append({"role": "assistant", "content": "".join(pieces)})
+            for piece in self._answer(temperature, top_p, max_gen_len, options):
+                pieces.append(piece)
+                yield piece
+        except Exception:
+            failed = True
+            raise
         finally:
-            if not kept:
+            if failed:
                 self.dialog.pop()
+            else:
+                self.dialog.append({"role": "assistant", "content": "".join(pieces)})
 
     def _answer(self, temperature: float, top_p: float, max_gen_len: int | None, options: Any) -> Iterator[str]:
         """Drop what does not fit, then stream from the end of the common prefix."""
         dialog, self.dropped = fit_dialog(self.generator.tokenizer, self.messages(), self.generator.room(max_gen_len))
         self.dialog = [message for message in dialog if message["role"] != "system"]
-        check_dialog(dialog, 0)
         prompt = encode_dialog(self.generator.tokenizer, dialog)
         decoding = self.generator.decoding([prompt], max_gen_len, temperature, top_p, options=options)
         try:

@@ -3,14 +3,13 @@
 import contextlib
 import datetime
 import logging
-import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import index as as_int
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -38,7 +37,9 @@ from .errors import LlamaError
 from .model import ModelArgs, Transformer
 from .sampling import Sampling, sample_top_p
 from .steps import Decoding, Request, Step
+from .stops import StopFilter, StopWatch, check_stops
 from .tokenizer import StreamDecoder, Tokenizer
+from .turn import Turn
 
 __all__ = [
     "B_INST",
@@ -108,99 +109,6 @@ class Options(TypedDict, total=False):
     prefill_chunk: int  # prompt positions fed at once, which bounds the memory of long prompts
 
 
-# ------------------------------------------------------------------------------------ one at a time
-
-
-class Turn:
-    """Who may use a model's cache: callers in other threads wait, unless a stream is open."""
-
-    _of_model: ClassVar["weakref.WeakKeyDictionary[Any, Turn]"] = weakref.WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-        self._streaming = False
-        self.cached: list[int] = []  # ids that cache row 0 holds, where a single stream left it
-
-    @classmethod
-    def of(cls, generator: "Llama") -> "Turn":
-        """The turn that all generators on one model share; a stub that no weak key can hold gives each its own."""
-        try:
-            return cls._of_model.setdefault(generator.model, cls())
-        except TypeError:
-            return vars(generator).setdefault("_turn", cls())  # type: ignore[no-any-return]
-
-    @contextlib.contextmanager
-    def take(self, streaming: bool = False) -> Iterator[list[int]]:
-        """Yields the ids that cache row 0 still holds. LlamaError "busy" while a stream is open, or from within a call
-        (a hook) of the same thread.
-        """
-        while True:
-            if self._streaming:
-                raise LlamaError("this generator is busy: a stream on it is open; exhaust it or call its close() first")
-            if self._owner == threading.get_ident():
-                raise LlamaError(
-                    "this generator is busy: the call came from within another one on it; let that end first"
-                )
-            if self._lock.acquire(timeout=0.05):
-                break
-        self._owner, self._streaming = threading.get_ident(), streaming
-        cached, self.cached = self.cached, []
-        try:
-            yield cached
-        finally:
-            self._owner, self._streaming = None, False
-            self._lock.release()
-
-
-# ------------------------------------------------------------------------------------ stop strings
-
-
-class StopFilter:
-    """Lets text through up to the first stop string, holding back an end that may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def put(self, text: str) -> str:
-        """The text that is certain to stand before any stop string."""
-        if self.found:
-            return ""
-        self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self.found = True
-            passed, self._held = self._held[: min(places)], ""
-            return passed
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        passed, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return passed
-
-    def _overlap(self, stop: str) -> int:
-        """How long an end of the held text begins `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
-
-    def end(self) -> str:
-        """What was held back, now that no more text comes."""
-        rest, self._held = self._held, ""
-        return rest
-
-
-class StopWatch:
-    """Whether the text of one row, token by token, has reached a stop string."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
-        self._decoder = StreamDecoder(tokenizer, keep_space=True)
-        self._filter = StopFilter(stops)
-
-    def seen(self, token: int) -> bool:
-        self._filter.put(self._decoder.put(token))
-        return self._filter.found
-
-
 # ------------------------------------------------------------------------------------------- Llama
 
 
@@ -264,9 +172,8 @@ class Llama:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._groups is not None:
-            self._groups.abandon()  # another rank may not come to the barrier
-        self.close()
+        if self._groups is not None:
+            self._groups.close(wait=error is None)  # after an error another rank may not come to the barrier
 
     @property
     def device(self) -> torch.device:
@@ -436,7 +343,7 @@ class Llama:
         return frozenset(as_int(token) for token in stop_ids) | (frozenset() if eos_id is None else {eos_id})
 
     def _stop_text(self, options: Options) -> Any:
-        stops = _check_stops(options.get("stop", ()))
+        stops = check_stops(options.get("stop", ()))
         return (lambda: StopWatch(self.tokenizer, stops)) if stops else None
 
     def _results(self, decoding: Decoding, logprobs: bool, echo: bool, details: bool) -> Any:
@@ -526,12 +433,18 @@ class Llama:
         """The tokens' text, cut before the first stop string."""
         if not stops and not keep_space:
             return self.tokenizer.decode(tokens)  # type: ignore[no-any-return]
+        return "".join(self._spell_out(tokens, stops, keep_space))
+
+    def _spell_out(self, tokens: Iterable[int], stops: Sequence[str], keep_space: bool) -> Iterator[str]:
+        """The text of ids in pieces, each as soon as it is certain, up to the first stop string."""
         decoder = StreamDecoder(self.tokenizer, keep_space=True)
-        stop = StopFilter(_check_stops(stops))
-        text = "".join(stop.put(decoder.put(token)) for token in tokens)
-        text += stop.put(decoder.end())
-        text += stop.end()
-        return text if keep_space else text.removeprefix(decoder.lead)
+        stop = StopFilter(check_stops(stops))
+        at_start = not keep_space
+        ends = (stop.put(decoder.end()) + stop.end() for _ in range(1))  # asked for when the tokens are through
+        for piece in chain((stop.put(decoder.put(token)) for token in tokens), ends):
+            if piece:
+                yield piece.removeprefix(decoder.lead) if at_start else piece
+                at_start = False
 
     def _extras(
         self, tokens: list[int], scores: list[float] | None, note: dict[str, Any], options: Options, keep_space: bool
@@ -572,19 +485,10 @@ class Llama:
 
     def pieces(self, steps: Iterator[Step], options: Options, keep_space: bool = False) -> Iterator[str]:
         """The text of one row's steps, as soon as it is certain."""
-        decoder = StreamDecoder(self.tokenizer, keep_space=True)
-        stop = StopFilter(_check_stops(options.get("stop", ())))
         stop_ids = self._stop_ids(options.get("stop_ids", ()))
-        at_start = not keep_space
         with contextlib.closing(steps):  # type: ignore[type-var]
-            for step in steps:
-                ended = step.finish_reason is not None
-                piece = "" if step.token in stop_ids else stop.put(decoder.put(step.token))
-                if ended:
-                    piece += stop.put(decoder.end()) + stop.end()
-                if piece:
-                    yield piece.removeprefix(decoder.lead) if at_start else piece
-                    at_start = False
+            tokens = (step.token for step in steps if step.token not in stop_ids)
+            yield from self._spell_out(tokens, options.get("stop", ()), keep_space)
 
     # -------------------------------------------------------------------------------------- chat
 
@@ -721,12 +625,6 @@ def _refused(logprobs: bool, options: Options) -> dict[str, Any]:
     if options.get("details"):
         answer |= {"finish_reason": "refused", "prompt_tokens": 0, "completion_tokens": 0}
     return answer
-
-
-def _check_stops(stops: Any) -> tuple[str, ...]:
-    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise LlamaError(f"stop={stops!r} must be a list of texts, none of them empty")
-    return tuple(stops)
 
 
 # ---------------------------------------------------------------------------------------- building

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import model
 from .errors import LlamaError
 
 
@@ -23,10 +24,7 @@ class Memory(NamedTuple):
 
 def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
     """The feed-forward's inner width as the model computes it from ModelArgs (facts: sizes)."""
-    width = int(2 * 4 * dim / 3)
-    if multiplier is not None:
-        width = int(multiplier * width)
-    return multiple_of * ((width + multiple_of - 1) // multiple_of)
+    return model.ffn_width(4 * dim, multiple_of, multiplier)
 
 
 def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:

@@ -223,15 +223,20 @@ def _check_heads(dim: int, n_heads: int, n_kv_heads: int, ranks: int) -> None:
         )
 
 
+def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> int:
+    """The published rule: two thirds of `hidden_dim` (4 dim), times the multiplier, rounded up to `multiple_of`."""
+    width = int(2 * hidden_dim / 3)
+    if ffn_dim_multiplier is not None:
+        width = int(ffn_dim_multiplier * width)
+    return multiple_of * ((width + multiple_of - 1) // multiple_of)
+
+
 class FeedForward(nn.Module):
     """w2(silu(w1 x) * w3 x) (SwiGLU), its width computed from 4 * dim as published (facts: sizes)."""
 
     def __init__(self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> None:
         super().__init__()
-        hidden_dim = int(2 * hidden_dim / 3)
-        if ffn_dim_multiplier is not None:
-            hidden_dim = int(ffn_dim_multiplier * hidden_dim)
-        hidden_dim = multiple_of * ((hidden_dim + multiple_of - 1) // multiple_of)
+        hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier)
         self.w1 = ColumnParallelLinear(dim, hidden_dim)
         self.w2 = RowParallelLinear(hidden_dim, dim)
         self.w3 = ColumnParallelLinear(dim, hidden_dim)

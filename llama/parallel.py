@@ -152,8 +152,10 @@ class ProcessGroups:
             cls._stdout, cls._muted = sys.stdout, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             sys.stdout = cls._muted
 
-    def close(self) -> None:
-        """Idempotent. Waits for the other ranks, since leaving a gloo group early can abort them."""
+    def close(self, wait: bool = True) -> None:
+        """Idempotent. Waits for the other ranks, since leaving a gloo group early can abort them; not after an error,
+        when they may be gone.
+        """
         cls = ProcessGroups
         with cls._lock:
             if not self.is_open:
@@ -161,17 +163,7 @@ class ProcessGroups:
             self.is_open = False
             cls._users -= 1
             if cls._users == 0:
-                tear_down()
-
-    def abandon(self) -> None:
-        """`close` after an error: the other ranks may be gone, so nobody is waited for."""
-        cls = ProcessGroups
-        with cls._lock:
-            if self.is_open:
-                self.is_open = False
-                cls._users -= 1
-            if cls._users == 0:
-                tear_down(wait=False)
+                tear_down(wait)
 
 
 def tear_down(wait: bool = True) -> None:

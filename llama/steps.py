@@ -162,6 +162,7 @@ class Decoding:
             Row(i, prompt, min(window, len(prompt) + request.max_gen_len), list(prompt))
             for i, prompt in enumerate(prompts)
         ]
+        self.reach = 0  # cache positions that the steps may come to read
         self.reused = 0  # positions of a single prompt that its cache row holds already
         self.batch_size: int = model.params.max_batch_size
         one_length = len({len(prompt) for prompt in prompts}) <= 1
@@ -187,6 +188,7 @@ class Decoding:
 
     def steps(self) -> Iterator[Step]:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
+        self.reach = max((row.limit for row in self.rows), default=0)
         needy = [row for row in self.rows if row.has_room or row.unscored(self.request)]
         if not watched(self.model):
             yield from self._batched(deque(needy))
@@ -259,7 +261,7 @@ class Decoding:
                         self._score(row, self._head(h[i, : len(pieces[i])]), start)
         if not self.aligned:
             for i, row in enumerate(new):
-                self.model.clear_row(first + i, len(row.prompt), self._reach())
+                self.model.clear_row(first + i, len(row.prompt), self.reach)
         states = [last[row.index] for row in new if row.has_room]
         return self._head(torch.stack(states)) if states else torch.empty(0, 0)
 
@@ -280,12 +282,8 @@ class Decoding:
             if not active[i].has_room:
                 last = active.pop()
                 if i < len(active):
-                    move_row(self.model, len(active), i, self._reach())
+                    move_row(self.model, len(active), i, self.reach)
                     active[i] = last
-
-    def _reach(self) -> int:
-        """Cache positions that this call may come to read."""
-        return max(row.limit for row in self.rows)
 
     # ------------------------------------------------------------------------------ one step's end
 
