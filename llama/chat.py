@@ -66,27 +66,41 @@ def encode_dialog(tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
     LlamaError for a dialog that cannot be answered, or with `UNSAFE_ERROR` where a message holds a special tag;
     `index` names the dialog in it. The dialog is not changed.
     """
+    *finished, last = _turns(dialog, index)
+    ids: list[int] = []
+    for turn in finished:
+        ids += tokenizer.encode(turn, bos=True, eos=True)
+    return ids + tokenizer.encode(last, bos=True, eos=False)  # type: ignore[no-any-return]
+
+
+def _turns(dialog: Dialog, index: int = 0) -> list[str]:
+    """The prompt's texts: each question with its answer, last the question that waits for one. Errors as above."""
     check_dialog(dialog, index)
     if is_unsafe(dialog):
         raise LlamaError(f"dialog {index}: {UNSAFE_ERROR}")
     texts = [message["content"] for message in dialog]
     if dialog[0]["role"] == "system":
         texts = [B_SYS + texts[0] + E_SYS + texts[1], *texts[2:]]
-    ids: list[int] = []
-    for user, assistant in zip(texts[0::2], texts[1::2], strict=False):
-        turn = f"{B_INST} {user.strip()} {E_INST} {assistant.strip()} "
-        ids += tokenizer.encode(turn, bos=True, eos=True)
-    return ids + tokenizer.encode(f"{B_INST} {texts[-1].strip()} {E_INST}", bos=True, eos=False)  # type: ignore[no-any-return]
+    pairs = zip(texts[0::2], texts[1::2], strict=False)
+    finished = [f"{B_INST} {user.strip()} {E_INST} {assistant.strip()} " for user, assistant in pairs]
+    return [*finished, f"{B_INST} {texts[-1].strip()} {E_INST}"]
 
 
 def fit_dialog(tokenizer: Any, dialog: Dialog, room: int) -> tuple[Dialog, int]:
     """The dialog without the oldest turns that do not fit in `room` tokens, and how many messages were dropped.
 
-    The system text and the last question stay, also where they alone are too long.
+    The system text and the last question stay, also where they alone are too long. Every turn is encoded once, and
+    once more behind the system text where it could come first. Errors as in `encode_dialog`.
     """
     lead = dialog[:1] if dialog and dialog[0]["role"] == "system" else []
     turns = dialog[len(lead) :]
-    dropped = 0
-    while len(turns) - dropped > 2 and len(encode_dialog(tokenizer, lead + turns[dropped:])) > room:
-        dropped += 2  # a question and its answer
-    return lead + turns[dropped:], dropped
+    *finished, last = _turns(turns)
+    sizes = [len(tokenizer.encode(turn, bos=True, eos=True)) for turn in finished]
+    behind = sum(sizes) + len(tokenizer.encode(last, bos=True, eos=False))
+    for place, size in enumerate(sizes):
+        kept = turns[2 * place :]
+        first = len(tokenizer.encode(_turns(lead + kept[:3])[0], bos=True, eos=True)) if lead else size
+        behind -= size
+        if first + behind <= room:
+            return lead + kept, 2 * place
+    return lead + turns[-1:], len(turns) - 1

@@ -1,6 +1,6 @@
 """Stop strings: the text of a row is let through up to the first of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .errors import LlamaError
@@ -8,7 +8,9 @@ from .tokenizer import StreamDecoder
 
 
 def check_stops(stops: Any) -> tuple[str, ...]:
-    if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+    """The stop strings as a tuple; LlamaError unless they are texts, none of them empty."""
+    listed = isinstance(stops, Iterable) and not isinstance(stops, str)
+    if not listed or not all(isinstance(stop, str) and stop for stop in stops):
         raise LlamaError(f"stop={stops!r} must be a list of texts, none of them empty")
     return tuple(stops)
 

@@ -233,7 +233,7 @@ def test_many_calls_leave_memory_where_it_was(generator: Llama) -> None:
 
     call()
     before = tensors()
-    for _ in range(200):
+    for _ in range(60):
         call()
     assert tensors() <= before + 2
 
@@ -243,3 +243,40 @@ def test_a_continuation_keeps_its_space(generator: Llama) -> None:
     [spaced] = generator.text_completion(["rain"], 0, max_gen_len=8, logprobs=True, keep_space=True)
     assert spaced["generation"].lstrip(" ") == plain["generation"].lstrip(" ")
     assert "".join(spaced["tokens"]).replace("\ufffd", "") == spaced["generation"].replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+def test_looking_in_chunks_is_looking_at_once(generator: Llama, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Scores, states and embeddings of long prompts, fed `prefill_chunk` positions at a time."""
+    draw = random.Random(3)
+    prompts = [[1] + [draw.randrange(3, 360) for _ in range(n)] for n in (40, 1, 17)]
+    whole = generator.hidden_states(prompts, prefill_chunk=512), generator.score(prompts), generator.embed(prompts)
+    widths: list[int] = []
+    hidden = Transformer.hidden
+
+    def counted(self: Transformer, tokens: torch.Tensor, start_pos: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        widths.append(tokens.shape[1])
+        return hidden(self, tokens, start_pos, *args, **kwargs)
+
+    monkeypatch.setattr(Transformer, "hidden", counted)
+    states = generator.hidden_states(prompts, prefill_chunk=chunk)
+    scores = generator.score(prompts, prefill_chunk=chunk)
+    vectors = generator.embed(prompts, prefill_chunk=chunk)
+    assert max(widths) == min(chunk, 41) and sum(widths) == 3 * 41
+    for found, wanted in zip(states, whole[0]):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
+    for found, wanted in zip(scores, whole[1]):
+        assert found["tokens"] == wanted["tokens"] and found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+    torch.testing.assert_close(vectors, whole[2], atol=1e-4, rtol=1e-3)
+    for look in (generator.hidden_states, generator.score, generator.embed):
+        with pytest.raises(LlamaError, match="prefill_chunk=0"):
+            look(prompts, prefill_chunk=0)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text", b"text"])
+def test_what_is_no_list_is_named(generator: Llama, wrong: Any) -> None:
+    for call in (generator.text_completion, generator.chat_completion, generator.score, generator.embed):
+        with pytest.raises(LlamaError, match=r"(prompts|dialogs) is .*must be a list of"):
+            call(wrong)
+    with pytest.raises(LlamaError, match="stop_ids="):
+        generator.generate([[1]], 1, stop_ids=wrong)
