@@ -15,7 +15,7 @@ setup(
     license="MIT",
     python_requires=">=3.10",
     packages=["llama"],
-    package_data={"llama": ["py.typed"]},
+    package_data={"llama": ["py.typed", "*.html"]},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
         "dev": [
