@@ -1,20 +1,202 @@
-"""The snippets of the documents run as they stand, in order."""
+"""The documents hold: their snippets run as they stand, in order; links and the places they name in the code are there.
 
+`python tests/test_docs.py --fix` writes the right line numbers into docs/internals.md. Commands: test_docs_commands.py;
+messages: test_troubleshooting.py.
+"""
+
+import ast
+import functools
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "docs/generation.md"]
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+INTERNALS = ROOT / "docs" / "internals.md"
+FIX = "run: python tests/test_docs.py --fix"
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", read(page), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)])
+def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, object] = {}
+    for snippet in snippets(page):
+        exec(compile(snippet, page, "exec"), names)
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_there_are_snippets() -> None:
+    assert all(snippets(page) for page in ("README.md", "docs/generation.md", "docs/internals.md"))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-    assert snippets
-    names: dict[str, object] = {}
-    for snippet in snippets:
-        exec(compile(snippet, page, "exec"), names)
-    assert "Traceback" not in capsys.readouterr().out
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", read(page))
+    missing = [t for t in targets if "://" not in t and not (ROOT / page).parent.joinpath(t).exists()]
+    assert not missing
+
+
+def test_readme_lists_every_page() -> None:
+    assert not [page for page in PAGES[1:] if f"]({page})" not in read("README.md")]
+
+
+# ------------------------------------------------------------------------- docs/internals.md: who calls whom, where
+
+
+@functools.cache
+def definitions(path: str) -> dict[str, int]:
+    """Name (`Class.method` or `function`) to the line of its `def` or `class`."""
+    found: dict[str, int] = {}
+    for node in ast.parse(read(path)).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node.lineno
+        if isinstance(node, ast.ClassDef):
+            found.update({f"{node.name}.{f.name}": f.lineno for f in node.body if isinstance(f, ast.FunctionDef)})
+    return found
+
+
+def named_calls(text: str) -> Iterator[tuple[str, str, int]]:
+    """(name, file, line) of the calls in the page's tables."""
+    for row in text.splitlines():
+        places = re.findall(r"`(\w+/\w+\.py):(\d+)`", row)
+        if row.startswith("|") and places:
+            names = re.findall(r"`([\w.]+)`", row.split(f"`{places[0][0]}:")[0])
+            assert len(names) == len(places), f"as many calls as places, please: {row}"
+            yield from ((name, path, int(line)) for name, (path, line) in zip(names, places))
+
+
+def corrected(text: str) -> str:
+    """The page with the line numbers that are right now."""
+    rows = text.splitlines(keepends=True)
+    for at, row in enumerate(rows):
+        found = list(named_calls(row))
+        lines = iter(definitions(path)[name] for name, path, _ in found)
+        rows[at] = re.sub(r"(?<=\.py):\d+`", lambda _, lines=lines: f":{next(lines)}`", row) if found else row  # type: ignore[misc]
+    return "".join(rows)
+
+
+def test_every_call_is_where_the_page_says() -> None:
+    calls = list(named_calls(read("docs/internals.md")))
+    assert len(calls) >= 15
+    lines = {(name, path): definitions(path).get(name) for name, path, _ in calls}
+    wrong = [f"{name} is at {path}:{lines[name, path]}, not :{line}" for name, path, line in calls if lines[name, path] != line]  # fmt: skip
+    assert not wrong, f"{FIX}\n" + "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def stacks() -> set[tuple[tuple[str, str], ...]]:
+    """Our own functions, (name, file), on the stack at each call of one of them while a text is completed, outermost
+    first; what stands before `text_completion` is cut off.
+    """
+    from llama import Llama
+
+    names = {(path, line): name for path in files() for name, line in definitions(path).items()}
+    place: dict[Any, tuple[str, str] | None] = {}
+    found: set[tuple[tuple[str, str], ...]] = set()
+
+    def own(frame: FrameType) -> tuple[str, str] | None:
+        code = frame.f_code
+        if code not in place:
+            path = Path(code.co_filename)
+            inside = path.is_relative_to(ROOT / "llama")
+            relative = path.relative_to(ROOT).as_posix() if inside else ""
+            lines = range(code.co_firstlineno, code.co_firstlineno + 4)  # decorators stand before the def
+            name = next((names[relative, n] for n in lines if (relative, n) in names), code.co_name)
+            place[code] = (name, relative) if inside and name.split(".")[-1] == code.co_name else None
+        return place[code]
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and own(frame) is not None:
+            stack, at = [], frame
+            while at is not None:
+                stack.append(own(at))
+                at = at.f_back  # type: ignore[assignment]
+            found.add(tuple(entry for entry in reversed(stack) if entry is not None))
+
+    demo = str(ROOT / "checkpoints" / "demo")
+    with Llama.build(demo, None, 64, 1, device="cpu", dtype="float32") as generator:
+        sys.setprofile(look)
+        try:
+            generator.text_completion(["Once"], max_gen_len=2)
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+def files() -> list[str]:
+    return [f"llama/{path.name}" for path in (ROOT / "llama").glob("*.py")]
+
+
+def tables() -> list[list[tuple[str, str]]]:
+    """The three tables: to the logits, through the model, to the token."""
+    parts = re.split(r"\n\n(?!\|)", read("docs/internals.md"))
+    found = [[(name, path) for name, path, _ in named_calls(part)] for part in parts]
+    return [calls for calls in found if calls]
+
+
+def test_seven_calls_lead_to_the_logits(stacks: set[tuple[tuple[str, str], ...]]) -> None:
+    """The stack at `_head` is the first table, no more and no less: once through the prefill, once through decode."""
+    table = tables()[0]
+    prefill, decode = [c for c in table if "_decode" not in c[0]], [c for c in table if "_prefill" not in c[0]]
+    assert len(prefill) <= 7
+    ending = {stack for stack in stacks if stack[-1][0] == "Decoding._head"}
+    assert ending == {tuple(prefill), tuple(decode)}
+
+
+def test_the_other_tables_tell_who_calls_whom(stacks: set[tuple[tuple[str, str], ...]]) -> None:
+    """Each of their calls happens, and only calls of the tables stand above it."""
+    assert len(tables()) == 3
+    known = {call for table in tables() for call in table}
+    for call in known:
+        above = [stack for stack in stacks if stack[-1] == call]
+        assert above, f"{call} was not called"
+        if call[0] != "nucleus":  # inside the draw, of which there are several
+            assert any(set(stack) <= known for stack in above), f"{call} was called by {above[0]}"
+
+
+def test_what_a_rank_holds_of_13b(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's table, against layers that think they are on one of two ranks; nothing is allocated."""
+    from llama import model, parallel
+
+    def column(ranks: int) -> dict[str, str]:
+        monkeypatch.setattr(model, "world_size", lambda: ranks)
+        monkeypatch.setattr(parallel, "world_size", lambda: ranks)
+        args = model.ModelArgs(dim=5120, n_layers=1, n_heads=40, vocab_size=32000, max_batch_size=1, max_seq_len=1)
+        with torch.device("meta"):
+            block = model.TransformerBlock(0, args)
+        attention, ffn = block.attention, block.feed_forward
+        assert attention.wq.weight.shape == attention.wk.weight.shape == attention.wv.weight.shape
+        assert attention.n_kv_heads == 40 and ffn.w1.weight.shape == ffn.w3.weight.shape
+        shapes = {"`wq`, `wk`, `wv` (outputs, inputs)": attention.wq, "`wo`": attention.wo, "`w1`, `w3`": ffn.w1, "`w2`": ffn.w2}  # fmt: skip
+        return {
+            "query heads": str(attention.n_local_heads),
+            "key/value heads": str(attention.n_local_kv_heads),
+            **{label: ", ".join(map(str, layer.weight.shape)) for label, layer in shapes.items()},
+            "cache, a layer and position": " x ".join(map(str, attention.cache_k.shape[2:])),
+            "`x`, `h`, the norms": str(*block.attention_norm.weight.shape),
+        }
+
+    part = read("docs/internals.md").split("| on each of 2 ranks |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in part.splitlines()[2:]]
+    assert {row[0]: row[1] for row in rows} == column(1)
+    assert {row[0]: row[2] for row in rows} == column(2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--fix"]:
+        sys.exit("usage: python tests/test_docs.py --fix")
+    INTERNALS.write_text(corrected(INTERNALS.read_text(encoding="utf-8")), encoding="utf-8")
