@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_files
 import reference
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from helpers import GOLDEN, build_golden, close, feed, near
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama import Llama, LlamaError, ModelArgs, Transformer
+from llama import Llama, LlamaError, ModelArgs, Transformer, parallel
+from llama.checkpoint import load, open_checkpoint
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -54,7 +56,9 @@ def golden() -> dict[str, Any]:
 
 
 def golden_greedy(generator: Llama) -> bool:
-    return bool(generator.generate(golden()["prompts"], 12, temperature=0)[0] == golden()["greedy"])
+    """Whether the published text comes, as far as four tokens show it; `greedy` looks at all of it."""
+    found = generator.generate(golden()["prompts"], 4, temperature=0)[0]
+    return bool(found == [tokens[:4] for tokens in golden()["greedy"]])
 
 
 # ------------------------------------------------------------------------------------- same results
@@ -103,13 +107,13 @@ def sampled() -> Any:
         first = generator.generate([golden()["prompts"][1]], 16, temperature=0.9, top_p=0.8)[0]
         assert first == golden()["one_sampled"]
         torch.manual_seed(7 + RANK)
-        ragged = generator.generate(golden()["prompts"], 16, temperature=1.2, top_p=0.95, logprobs=True)
+        ragged = generator.generate(golden()["prompts"], 8, temperature=1.2, top_p=0.95, logprobs=True)
         torch.manual_seed(8)
-        generator.generate(golden()["prompts"], 16, temperature=1.2, top_p=0.95)
+        generator.generate(golden()["prompts"], 8, temperature=1.2, top_p=0.95)
         state = torch.get_rng_state().sum().item()
         generator.model.layers[1].register_forward_hook(lambda *args: None)
         torch.manual_seed(7 + RANK)
-        watched = generator.generate(golden()["prompts"], 16, temperature=1.2, top_p=0.95)[0]
+        watched = generator.generate(golden()["prompts"], 8, temperature=1.2, top_p=0.95)[0]
     return [first, ragged[0], watched, state]
 
 
@@ -173,6 +177,24 @@ def shards() -> Any:
         return fairscale.get_model_parallel_rank()
 
 
+@check
+def every_checkpoint() -> Any:
+    """One model in Meta's files (1, 2, 4 and 8), Hugging Face's and llama2.c's, loaded on all ranks: the oracle's logits."""
+    tokens = torch.arange(24).reshape(2, 12) % 48
+    wanted = reference.logits(checkpoint_files.weights(checkpoint_files.WIDE), checkpoint_files.WIDE, tokens)
+    groups = parallel.set_up(None, torch.device("cpu"), "gloo", 60)
+    paths = sorted((FOLDER / "checkpoints").iterdir())
+    for path in paths:
+        checkpoint = open_checkpoint(path)
+        rows = checkpoint.shape("tok_embeddings.weight")[0]
+        sizes = {"vocab_size": rows, "max_seq_len": 24, "max_batch_size": 3}
+        model = Transformer(ModelArgs(**{**checkpoint.params, **sizes}))
+        load(model, checkpoint, rank=parallel.rank(), world=parallel.world_size())
+        close(model(tokens, 0), wanted, 1e-5)
+    groups.close()
+    return [path.name for path in paths]
+
+
 # ---------------------------------------------------------------------------------------- allocations
 
 
@@ -182,6 +204,10 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to say so to torch's compiler takes 2 s: it has to be imported
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -47,7 +47,7 @@ class Site:
     status: dict[str, int] = field(default_factory=dict)
     cut: dict[str, list[int]] = field(default_factory=dict)  # per request: stop after so many bytes
     no_ranges: bool = False
-    slow: bool = False
+    pause: float = 0.0  # seconds, after every 20 kB
     location: str = ""
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # (path, Range header)
 
@@ -71,8 +71,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         for at in range(0, len(body[:limit]), 20_000):
             self.wfile.write(body[:limit][at : at + 20_000])
-            if self.server.site.slow:
-                time.sleep(0.2)
+            time.sleep(self.server.site.pause)
         self.close_connection = True
 
     def do_GET(self) -> None:
@@ -120,10 +119,10 @@ def web() -> Iterator[Site]:
 
 
 def programs(folder: Path, names: list[str]) -> Path:
-    """A folder to be the whole PATH, with links to these programs alone."""
+    """A folder to be the whole PATH, with links to these programs alone; `sleep` takes no time."""
     folder.mkdir(exist_ok=True)
     for name in names:
-        found = shutil.which(name)
+        found = shutil.which("true" if name == "sleep" else name)
         if found is None:
             pytest.skip(f"{name} is not installed here")
         (folder / name).symlink_to(found)
@@ -321,7 +320,7 @@ def test_a_server_that_is_not_there(download: Download, web: Site) -> None:
 
 def test_when_stopped_it_ends_the_transfer_and_keeps_the_part(tmp_path: Path, web: Site) -> None:
     path = programs(tmp_path / "bin", [*TOOLS, "curl"])
-    web.slow = True
+    web.pause = 0.2
     part = tmp_path / FOLDER / "consolidated.00.pth.part"
     process = start(tmp_path, path, web)
     deadline = time.monotonic() + 30
@@ -399,7 +398,7 @@ def test_no_list_of_processes_shows_the_link(tmp_path: Path, web: Site, client: 
     if not Path("/proc/self/cmdline").exists():
         pytest.skip("this system has no /proc to read command lines from")
     path = programs(tmp_path / "bin", [*TOOLS, client])
-    web.slow = True
+    web.pause = 0.05
     process = start(tmp_path, path, web)
     seen: list[str] = []
     while process.poll() is None:

@@ -1,21 +1,31 @@
-"""The two examples on the demo model, run as a user runs them; flags and defaults as published."""
+"""The two examples on the demo model; flags and defaults as published.
+
+Each start of Python costs seconds: here one torchrun runs both examples, the rest run in this process. The commands as a
+user types them are in the slow tests and in .ci/run.
+"""
 
 import importlib.util
 import inspect
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from llama import Llama
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "checkpoints" / "demo"
-TEXT, CHAT = "example_text_completion.py", "example_chat_completion.py"
+SCRIPTS = TEXT, CHAT = "example_text_completion.py", "example_chat_completion.py"
+PATHS = ["--ckpt_dir", str(DEMO), "--tokenizer_path", str(DEMO / "tokenizer.model"), "--device", "cpu"]
 UNSAFE = "Error: special tags are not allowed as part of the prompt."
 
 needs_demo = pytest.mark.skipif(
@@ -24,15 +34,24 @@ needs_demo = pytest.mark.skipif(
 )
 
 
-def run(script: str, *flags: str, encoding: str = "utf-8", launcher: tuple[str, ...] = ()) -> str:
-    """What the example prints to a terminal of this encoding; it must end well."""
+def run(script: Path, *flags: str, encoding: str = "utf-8", launcher: tuple[str, ...] = ()) -> str:
+    """What a program of its own prints to a terminal of this encoding; it must end well."""
     env = {name: value for name, value in os.environ.items() if not re.match(r"RANK|WORLD_SIZE|LOCAL_|MASTER_", name)}
     env |= {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    paths = ["--ckpt_dir", str(DEMO), "--tokenizer_path", str(DEMO / "tokenizer.model")]
-    argv = [sys.executable, *launcher, str(ROOT / script), *paths, "--device", "cpu", *flags]
+    argv = [sys.executable, *launcher, str(script), *PATHS, *flags]
     done = subprocess.run(argv, env=env, capture_output=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     return done.stdout.decode(encoding)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, script: str, encoding: str) -> str:
+    """The same of an example that runs in this process."""
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "argv", [script, *PATHS])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding=encoding))
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    sys.stdout.flush()
+    return terminal.getvalue().decode(encoding)
 
 
 def body(printed: str) -> str:
@@ -85,19 +104,41 @@ def assert_dialogs(printed: str) -> None:
     assert any(dialog.count("User: ") == 2 for dialog in dialogs), "no dialog has several turns"
 
 
+BOTH = f"""
+import runpy, sys
+for script in {[str(ROOT / script) for script in SCRIPTS]}:
+    sys.stdout.reconfigure(errors="strict")
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")
+    print("\\f", end="")
+"""
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each example prints to an ASCII terminal."""
+    program = tmp_path_factory.mktemp("examples") / "both.py"
+    program.write_text(BOTH)
+    text, chat, rest = run(program, encoding="ascii", launcher=torchrun(1)).split("\f")
+    assert rest == ""
+    return {TEXT: text, CHAT: chat}
+
+
 @needs_demo
 @pytest.mark.parametrize(("script", "check"), [(TEXT, assert_stories), (CHAT, assert_dialogs)])
-def test_on_a_terminal_without_utf8(script: str, check: Callable[[str], None]) -> None:
-    under_torchrun, plain = run(script, encoding="ascii", launcher=torchrun(1)), run(script, encoding="latin-1")
-    check(under_torchrun)
-    assert body(plain) == body(under_torchrun)
+def test_on_a_terminal_without_utf8(
+    under_torchrun: dict[str, str], monkeypatch: pytest.MonkeyPatch, script: str, check: Callable[[str], None]
+) -> None:
+    check(under_torchrun[script])
+    assert body(run_here(monkeypatch, script, "latin-1")) == body(under_torchrun[script])
 
 
 @needs_demo
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [TEXT, CHAT])
 def test_two_ranks_print_once_and_the_same(script: str) -> None:
-    alone, shared = run(script, "--temperature", "0"), run(script, "--temperature", "0", launcher=torchrun(2))
+    alone = run(ROOT / script, "--temperature", "0")
+    shared = run(ROOT / script, "--temperature", "0", launcher=torchrun(2))
     assert body(alone) == body(shared)
 
 
@@ -106,7 +147,7 @@ def test_the_seed_and_the_length_are_obeyed(capsys: pytest.CaptureFixture[str]) 
     main = load(TEXT).main
 
     def printed(**flags: Any) -> str:
-        main(str(DEMO), str(DEMO / "tokenizer.model"), device="cpu", **flags)
+        main(str(DEMO), str(DEMO / "tokenizer.model"), device="cpu", **{"max_gen_len": 16, **flags})
         return body(capsys.readouterr().out)
 
     first = printed()
@@ -114,23 +155,24 @@ def test_the_seed_and_the_length_are_obeyed(capsys: pytest.CaptureFixture[str]) 
     assert len(printed(max_gen_len=3, dtype="bfloat16")) < len(first)
 
 
+class Stub(nullcontext[Any]):
+    """Answers with U+4F60 and an emoji, which the demo model may never write."""
+
+    answer = "\u4f60 \U0001f600"
+
+    def __enter__(self) -> "Stub":
+        return self
+
+    def text_completion(self, prompts: list[str], **_: Any) -> Any:
+        return [{"generation": self.answer} for _ in prompts]
+
+    def chat_completion(self, dialogs: list[Any], **_: Any) -> Any:
+        return [{"generation": {"role": "assistant", "content": self.answer}} for _ in dialogs]
+
+
 @pytest.mark.parametrize(("script", "encoding"), [(TEXT, "ascii"), (CHAT, "latin-1")])
-def test_a_character_the_terminal_lacks_does_not_end_it(script: str, encoding: str) -> None:
-    """The demo model may never write one, so a stand-in does: it answers with U+4F60 and an emoji."""
-    stub = (
-        "import contextlib, runpy, sys, llama\n"
-        "class Stub(contextlib.nullcontext):\n"
-        "    def text_completion(self, prompts, **_):\n"
-        "        return [{'generation': '\\u4f60 \\U0001f600'} for _ in prompts]\n"
-        "    def chat_completion(self, dialogs, **_):\n"
-        "        return [{'generation': {'role': 'assistant', 'content': '\\u4f60 \\U0001f600'}} for _ in dialogs]\n"
-        "    def __enter__(self):\n"
-        "        return self\n"
-        "llama.Llama.build = staticmethod(lambda *_, **__: Stub())\n"
-        "sys.argv = ['example', '--ckpt_dir', 'x', '--tokenizer_path', 'y']\n"
-        f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\n"
-    )
-    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", stub], env=env, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
-    assert "? ?" in done.stdout.decode(encoding)
+def test_a_character_the_terminal_lacks_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, script: str, encoding: str
+) -> None:
+    monkeypatch.setattr(Llama, "build", staticmethod(lambda *_, **__: Stub()))
+    assert "? ?" in run_here(monkeypatch, script, encoding)

@@ -1,20 +1,23 @@
 """One model over several ranks: the same text on 1, 2 and 4, groups that come and go, and no rank that hangs.
 
-Starting ranks costs seconds, so all checks of one kind of start run in one (tests/helpers_ranks.py), and each test here
-looks at the record of one check.
+Starting ranks costs seconds, so all checks of one kind of start run in one (tests/helpers_ranks.py), the kinds side by
+side, and each test here looks at the record of one check.
 """
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import checkpoint_files
 import helpers_ranks
 import pytest
 import reference
@@ -26,6 +29,10 @@ from llama import LlamaError
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 WORKER = str(ROOT / "tests" / "helpers_ranks.py")
 CHECKS = [name for name in helpers_ranks.CHECKS if not name.startswith(("crash", "vanish"))]
+TWINS = ["environment", "sampled", "callers_process_group", "greedy"]  # of two programs, compared
+MACHINES = ["shards", "greedy", "sampled", "three_builds", "a_build_while_the_first_rank_still_closes"]
+MACHINES += ["callers_process_group_from_the_environment"]
+SIDE_BY_SIDE = ["torchrun 2", "two machines", "plain", "twin"]
 STARTS = ["plain", "torchrun 2", pytest.param("torchrun 4", marks=pytest.mark.slow)]
 
 
@@ -37,22 +44,12 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def torchrun(ranks: int, folder: Path, names: list[str]) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*launcher, WORKER, str(folder), *names]
-
-
-def write_checkpoints(folder: Path) -> None:
-    """ "gqa" with 4 key/value heads for 8, "mqa" with one, each as one file."""
-    for name, params in (("gqa", helpers_ranks.GQA), ("mqa", {**helpers_ranks.GQA, "n_kv_heads": 1, "n_heads": 4})):
-        (folder / name).mkdir()
-        (folder / name / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
-        torch.save(reference.random_weights(params, 3, torch.float32), folder / name / "consolidated.00.pth")
+    """Below the ports that the system gives to whoever asks for any, since other ranks start meanwhile."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return str(port)
+    raise AssertionError("100 ports in use")
 
 
 @dataclass
@@ -65,31 +62,31 @@ class Ended:
     stderr: str
 
 
-def run_together(commands: list[list[str]], environments: list[dict[str, str]], timeout: float = 120) -> list[Ended]:
-    """Start all, wait for all; what is still there after `timeout` seconds is ended (returncode -15)."""
-    last = time.time() + timeout
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen(command, env=env, **pipes) for command, env in zip(commands, environments, strict=True)]
-    ended = []
-    for process in running:
-        try:
-            out, err = process.communicate(timeout=max(0.1, last - time.time()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun hands it on to its ranks
-            out, err = process.communicate(timeout=40)
-        ended.append(Ended(time.time(), process.returncode, out, err))
-    return ended
+def run(command: list[str], **variables: str) -> Ended:
+    """Run to its end; what is still there after two minutes is ended (returncode -15)."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment(**variables), stdout=pipe, stderr=pipe, text=True)
+    try:
+        out, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun hands it on to its ranks
+        out, err = process.communicate(timeout=40)
+    return Ended(time.time(), process.returncode, out, err)
 
 
 @dataclass
 class Records:
-    """What all ranks of one start wrote, and how it ended."""
+    """What all ranks of one start wrote, and how its processes ended: torchrun, or each rank where there is none."""
 
     folder: Path
     ranks: int
-    ended: Ended
+    processes: list[Ended]
 
-    def values(self, name: str) -> list[Any]:
+    @property
+    def ended(self) -> Ended:
+        return self.processes[0]
+
+    def values(self, name: str) -> list[object]:
         """Every rank's value; fails with the traceback of the first rank whose check did not pass."""
         paths = [self.folder / f"{name}.{rank}.json" for rank in range(self.ranks)]
         missing = {"error": f"{name} left no record; stderr: {self.ended.stderr[-3000:]}"}
@@ -103,35 +100,70 @@ class Records:
         return self.ended.at - float((self.folder / "ended_at").read_text())
 
 
-def run_plain(folders: list[Path]) -> list[Records]:
-    """Programs of one rank side by side, with none of torchrun's variables."""
-    commands = [[sys.executable, WORKER, str(folder), *CHECKS] for folder in folders]
-    ended = run_together(commands, [environment()] * len(folders))
-    return [Records(folder, 1, each) for folder, each in zip(folders, ended, strict=True)]
+def write_checkpoints(folder: Path) -> None:
+    """ "gqa" with 4 key/value heads for 12, "mqa" with one, the golden model in two files, and every format."""
+    for name, params in (("gqa", helpers_ranks.GQA), ("mqa", {**helpers_ranks.GQA, "n_kv_heads": 1, "n_heads": 4})):
+        (folder / name).mkdir()
+        (folder / name / "params.json").write_text(json.dumps({**params, "vocab_size": -1}))
+        torch.save(reference.random_weights(params, 3, torch.float32), folder / name / "consolidated.00.pth")
+    (folder / "halves").mkdir()
+    for name in ("params.json", "tokenizer.model"):
+        (folder / "halves" / name).write_bytes((GOLDEN / name).read_bytes())
+    whole = torch.load(GOLDEN / "consolidated.00.pth", weights_only=True)
+    for rank in range(2):
+        shard = {name: helpers_ranks.part(name, weight, rank, 2).clone() for name, weight in whole.items()}
+        torch.save(shard, folder / "halves" / f"consolidated.{rank:02}.pth")
+    wide, every = checkpoint_files.WIDE, folder / "checkpoints"
+    weights = checkpoint_files.weights(wide)
+    for shards in (1, 2, 4, 8):
+        checkpoint_files.write_meta(every / f"meta{shards}", weights, wide, shards)
+    checkpoint_files.write_hf(every / "hf", weights, wide)
+    checkpoint_files.write_llama2c(every / "v1.bin", weights, wide, version=1)
+
+
+def run_plain(folder: Path, names: list[str]) -> Records:
+    """A program of one rank, with none of torchrun's variables."""
+    return Records(folder, 1, [run([sys.executable, WORKER, str(folder), *names])])
 
 
 def run_torchrun(ranks: int, folder: Path, names: list[str]) -> Records:
-    (ended,) = run_together([torchrun(ranks, folder, names)], [environment()])
-    return Records(folder, ranks, ended)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return Records(folder, ranks, [run([*launcher, WORKER, str(folder), *names])])
+
+
+def run_two_machines(folder: Path, names: list[str]) -> Records:
+    """LOCAL_RANK is 0 on both; started by hand, so that no launcher ends the one that is left."""
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, WORKER, str(folder), *names]
+
+    def machine(rank: int) -> Ended:
+        return run(command, RANK=str(rank), CKPT_DIR=str(folder / "halves"), **variables)
+
+    with ThreadPoolExecutor() as pool:
+        return Records(folder, 2, list(pool.map(machine, range(2))))
+
+
+def run_start(kind: str, folder: Path) -> Records:
+    write_checkpoints(folder)
+    if kind == "two machines":
+        return run_two_machines(folder, [*MACHINES, "vanish_while_generating"])
+    if kind.startswith("torchrun"):
+        return run_torchrun(int(kind.split()[1]), folder, [*CHECKS, "crash_while_generating"])
+    return run_plain(folder, CHECKS if kind == "plain" else TWINS)
 
 
 @pytest.fixture(scope="session")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Records]:
-    """The records of a kind of start, which is made when a test first asks for it."""
+    """The records of a kind of start; those of the default tests are made at once, when a test first asks for one."""
     made: dict[str, Records] = {}
-
-    def make(kind: str) -> None:
-        folders = [tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("twin")]
-        for folder in folders:
-            write_checkpoints(folder)
-        if kind in ("plain", "twin"):
-            made["plain"], made["twin"] = run_plain(folders)
-        else:
-            made[kind] = run_torchrun(int(kind.split()[1]), folders[0], [*CHECKS, "crash_while_generating"])
 
     def start(kind: str) -> Records:
         if kind not in made:
-            make(kind)
+            together = SIDE_BY_SIDE if kind in SIDE_BY_SIDE else [kind, "plain"]
+            kinds = [name for name in together if name not in made]
+            folders = [tmp_path_factory.mktemp("ranks") for _ in kinds]
+            with ThreadPoolExecutor() as pool:
+                made.update(zip(kinds, pool.map(run_start, kinds, folders), strict=True))
         return made[kind]
 
     return start
@@ -166,9 +198,19 @@ def test_a_single_rank_ends_well(starts: Callable[[str], Records]) -> None:
     assert [starts(kind).ended.returncode for kind in ("plain", "twin")] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["environment", "sampled", "callers_process_group", "greedy"])
+@pytest.mark.parametrize("name", TWINS)
 def test_two_programs_side_by_side_without_any_variables(starts: Callable[[str], Records], name: str) -> None:
     assert starts("plain").values(name) == starts("twin").values(name)
+
+
+@pytest.mark.slow
+def test_every_checkpoint_on_eight_ranks(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path)
+    assert len(run_torchrun(8, tmp_path, ["every_checkpoint"]).values("every_checkpoint")[0]) == 6
+
+
+def test_every_checkpoint_was_there(records: Records) -> None:
+    assert records.values("every_checkpoint")[0] == ["hf", "meta1", "meta2", "meta4", "meta8", "v1.bin"]
 
 
 def test_a_failing_rank_ends_all_with_its_message(records: Records) -> None:
@@ -236,25 +278,16 @@ def test_key_value_heads_that_the_ranks_cannot_share(starts: Callable[[str], Rec
 # ---------------------------------------------------------------------------------- other ways to start
 
 
-def test_two_machines_then_one_of_them_vanishes(tmp_path: Path) -> None:
-    """RANK=1, LOCAL_RANK=0 loads shard 01; ranks started by hand, so that no launcher ends the one that is left."""
-    whole = torch.load(GOLDEN / "consolidated.00.pth", weights_only=True)
-    for rank in range(2):
-        shard = {name: helpers_ranks.part(name, weight, rank, 2).clone() for name, weight in whole.items()}
-        torch.save(shard, tmp_path / f"consolidated.{rank:02}.pth")
-    write_checkpoints(tmp_path)
-    for name in ("params.json", "tokenizer.model"):
-        (tmp_path / name).write_bytes((GOLDEN / name).read_bytes())
-    both = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    environments = [environment(**both, RANK=str(rank), CKPT_DIR=str(tmp_path)) for rank in range(2)]
-    names = ["shards", "greedy", "sampled", "three_builds", "a_build_while_the_first_rank_still_closes"]
-    names += ["callers_process_group_from_the_environment"]
-    command = [sys.executable, WORKER, str(tmp_path), *names, "vanish_while_generating"]
-    first, last = run_together([command] * 2, environments)
-    records = Records(tmp_path, 2, first)
-    assert records.values("shards") == [0, 1]
-    for name in names:
-        records.values(name)
+@pytest.mark.parametrize("name", MACHINES)
+def test_two_machines(starts: Callable[[str], Records], name: str) -> None:
+    """RANK=1, LOCAL_RANK=0 loads shard 01."""
+    values = starts("two machines").values(name)
+    assert values == ([0, 1] if name == "shards" else [values[0]] * 2)
+
+
+def test_one_of_two_machines_vanishes(starts: Callable[[str], Records]) -> None:
+    records = starts("two machines")
+    first, last = records.processes
     assert last.returncode == 3 and first.returncode not in (0, -15)
     assert records.seconds_after_the_end_of_a_rank() < 10 and first.stderr
 
@@ -278,10 +311,10 @@ def test_ranks_spawned_by_the_program_itself(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(SPAWNED)
     command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), free_port(), "greedy", "three_builds"]
     write_checkpoints(tmp_path)
-    (ended,) = run_together([command], [environment()])
-    assert ended.returncode == 0, ended.stderr
+    records = Records(tmp_path, 2, [run(command)])
+    assert records.ended.returncode == 0, records.ended.stderr
     for name in ("greedy", "three_builds"):
-        Records(tmp_path, 2, ended).values(name)
+        records.values(name)
 
 
 def test_variables_that_are_half_set() -> None:
