@@ -7,13 +7,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from .errors import LlamaError
 from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
 from .memory import check_memory, memory_estimate
+from .quantize import Packed, pack, pack_codes
 from .stored import Checkpoint, compare, some
 from .tensorfile import read_head, read_pth, wrong
 
@@ -77,11 +80,22 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 @torch.no_grad()
-def load(model: nn.Module, checkpoint: Checkpoint, *, rank: int = 0, world: int = 1, progress: bool = False) -> None:
+def load(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    progress: bool = False,
+    form: str | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Give every parameter of `model` (keys of Meta's, shapes of this rank) its values.
 
     On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
-    LlamaError names missing and misshapen weights, before anything is changed; a log line names surplus ones.
+    With `form` (see quantize.py) the parallel layers get their `packed` form on `device` instead of a weight, one after
+    another; the rest of the model, made on the CPU, moves there. LlamaError names missing and misshapen weights, before
+    anything is changed; a log line names surplus ones.
     """
     if checkpoint.taken:  # another model writes to those pages when it is trained: map them anew
         checkpoint = open_checkpoint(checkpoint.path)
@@ -91,13 +105,45 @@ def load(model: nn.Module, checkpoint: Checkpoint, *, rank: int = 0, world: int 
     surplus = checkpoint.surplus + [name for name in stored if name not in parameters]
     if surplus:
         logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(surplus), some(surplus))
-    checkpoint.taken = True
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
+        for name, layer in _packable(model) if form else ():
+            weight = parameters.pop(name)
+            layer.packed = _pack_one(name, checkpoint, rank, world, str(form), device)
+            layer.register_parameter("weight", None)
+            bar.update(weight.numel() * weight.itemsize)
+        checkpoint.taken = True
         for parameter in _in_threads(lambda item: _load_one(*item, checkpoint, rank, world), parameters.items()):
             bar.update(parameter.numel() * parameter.itemsize)
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
+    for parameter in parameters.values() if device is not None else ():
+        parameter.data = parameter.data.to(device)
+
+
+def _packable(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that can hold a packed weight, each with the key of its weight."""
+    return [(f"{name}.weight", layer) for name, layer in model.named_modules() if hasattr(type(layer), "packed")]
+
+
+def _pack_one(
+    name: str,
+    checkpoint: Checkpoint,
+    rank: int,
+    world: int,
+    form: str,
+    device: torch.device | None,
+) -> Packed:
+    """One weight in its packed form; its pages are given back."""
+    try:
+        if checkpoint.entries[name].form:
+            codes, scales = checkpoint.codes(name, rank, world)
+            return pack_codes(codes.to(device=device), scales.to(device=device), form)
+        return pack(checkpoint.read(name, rank, world).to(device=device), form)
+    except ValueError as error:
+        raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
+    finally:
+        checkpoint.forget(name)
 
 
 def _in_threads(

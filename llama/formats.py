@@ -11,6 +11,7 @@ from torch import Tensor
 from . import llama2c
 from .errors import LlamaError
 from .model import ModelArgs
+from .quantize import GROUPS
 from .stored import (
     FLOATS,
     IGNORABLE,
@@ -164,6 +165,33 @@ def _merge(path: Path, name: str, parts: list[Tensor], dim: int) -> Entry:
     return Entry(parts, axis)
 
 
+def _take_scales(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Take out X.scales, which `convert --quantize` writes beside the codes in X.weight, by the weight's key."""
+    names = [name for name in shards[0] if name.endswith(".scales")]
+    if names and len(shards) > 1:
+        raise wrong(folder, f"quantized weights in {len(shards)} files", "one file")
+    taken = {name.removesuffix("scales") + "weight": shards[0].pop(name) for name in names}
+    for name, scales in taken.items():
+        codes = shards[0].get(name)
+        if codes is None or scales.shape != _scales_shape(codes, scales):
+            what = "nothing" if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
+            raise wrong(
+                folder, f"{name}: scales {tuple(scales.shape)} beside {what}", "int8 or int4 as quantize.py writes"
+            )
+    return taken
+
+
+def _scales_shape(codes: Tensor, scales: Tensor) -> tuple[int, ...]:
+    """The shape that scales beside these codes must have."""
+    if codes.ndim != 2 or codes.dtype not in (torch.int8, torch.uint8):
+        return ()
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    if codes.dtype == torch.int8:
+        return (rows,)
+    groups = scales.shape[1] if scales.ndim == 3 else 0
+    return (rows, groups, 2) if groups and columns % groups == 0 and columns // groups in GROUPS else ()
+
+
 def open_meta(folder: Path) -> Checkpoint:
     params_path = folder / "params.json"
     if not params_path.exists():
@@ -182,11 +210,14 @@ def open_meta(folder: Path) -> Checkpoint:
         absent = [name for name in shards[0] if name not in shard and not IGNORABLE.fullmatch(name)]
         if absent:
             raise LlamaError(f"{file}: {len(absent)} weights of {files[0].name} are missing: {some(absent)}")
+    scales = _take_scales(folder, shards)
     names = list(dict.fromkeys(name for shard in shards for name in shard))
     known, surplus = _split(names)
     found = {
         name: _merge(folder, name, [shard[name] for shard in shards if name in shard], params["dim"]) for name in known
     }
+    for name, values in scales.items():
+        found[name].scales = values
     context = context if type(context) is int and context > 0 else None
     checkpoint = Checkpoint(folder, "meta", params, {}, files, context, surplus=surplus)
     checkpoint.mapped = all(mapped for _, mapped in contents)

@@ -33,8 +33,10 @@ from .chat import (
     fit_dialog,
     is_unsafe,
 )
+from .compiled import StaticDecoder, compile_model
 from .errors import LlamaError
 from .model import ModelArgs, Transformer
+from .quantize import KINDS
 from .sampling import Sampling, sample_top_p
 from .steps import Decoding, Request, Step
 from .stops import StopFilter, StopWatch, check_stops
@@ -120,6 +122,7 @@ class Llama:
     """
 
     _groups: parallel.ProcessGroups | None = None
+    _decoder: StaticDecoder | None = None
 
     @staticmethod
     def build(
@@ -134,13 +137,17 @@ class Llama:
         dtype: str | torch.dtype | None = None,
         backend: str | None = None,
         timeout: float | datetime.timedelta | None = None,
+        quantize: str | None = None,
+        compile: bool = False,
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is cut over.
 
         `tokenizer_path` None takes the tokenizer beside the checkpoint. `device` None is CUDA if there, else the CPU;
         `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` (seconds) bounds each wait for other
-        ranks, `backend` is nccl or gloo. Seeds torch's global generator with `seed`. Raises LlamaError and
-        FileNotFoundError, on every rank alike.
+        ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or "int8-dynamic" (quantize.py) holds the layers'
+        weights in fewer bytes; `compile` decodes in compiled static shapes (compiled.py), slow to start and fast from
+        then on; with either the packed layers' `weight` is None. Seeds torch's global generator with `seed`. Raises
+        LlamaError and FileNotFoundError, on every rank alike.
         """
         start = time.time()
         place = parallel.pick_device(device)
@@ -148,7 +155,9 @@ class Llama:
         try:
             with parallel.all_or_none("loading"):
                 sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
-                generator = _load(ckpt_dir, tokenizer_path, sizes, place, parallel.pick_dtype(dtype, place))
+                generator = _load(
+                    ckpt_dir, tokenizer_path, sizes, place, parallel.pick_dtype(dtype, place), quantize, compile
+                )
         except BaseException:
             groups.close()
             raise
@@ -241,7 +250,7 @@ class Llama:
         """One call's checked prompts and settings, ready to run."""
         prompts = self._check_prompts(prompt_tokens)
         request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, score_prompt, options)
-        return Decoding(self.model, prompts, request)
+        return Decoding(self.model, prompts, request, self._decoder)
 
     def run(self, decoding: Decoding, reuse: bool = False) -> Iterator[Step]:
         """The steps of a decoding, while nobody else may use the cache. `reuse` skips the part of a single prompt that
@@ -304,9 +313,6 @@ class Llama:
         if unknown:
             raise TypeError(f"unknown option {unknown[0]!r}; there are {', '.join(sorted(Options.__annotations__))}")
         sampling = {name: value for name, value in options.items() if name in Sampling.names()}
-        chunk = options.get("prefill_chunk", Request.prefill_chunk)
-        if not isinstance(chunk, int) or chunk < 1:
-            raise LlamaError(f"prefill_chunk={chunk!r} must be a whole number of at least 1")
         if options.get("top_logprobs") and not logprobs:
             raise LlamaError(f"top_logprobs={options['top_logprobs']} needs logprobs=True")
         return Request(
@@ -315,7 +321,7 @@ class Llama:
             stop_ids=self._stop_ids(options.get("stop_ids", ())),
             logprobs=logprobs,
             score_prompt=score_prompt,
-            prefill_chunk=chunk,
+            prefill_chunk=_check_chunk(options.get("prefill_chunk", Request.prefill_chunk)),
             stop_text=self._stop_text(options),
         )
 
@@ -337,7 +343,8 @@ class Llama:
         return as_int(max_gen_len)
 
     def _stop_ids(self, stop_ids: Sequence[int]) -> frozenset[int]:
-        if isinstance(stop_ids, (str, bytes)) or not all(hasattr(token, "__index__") for token in stop_ids):
+        listed = isinstance(stop_ids, Iterable) and not isinstance(stop_ids, (str, bytes))
+        if not listed or not all(hasattr(token, "__index__") for token in stop_ids):
             raise LlamaError(f"stop_ids={stop_ids!r} must be a list of token ids")
         eos_id = self.tokenizer.eos_id  # read at each call; None never stops
         return frozenset(as_int(token) for token in stop_ids) | (frozenset() if eos_id is None else {eos_id})
@@ -381,8 +388,7 @@ class Llama:
         `max_gen_len` None is as many as fit. `keep_space=True` keeps the space a continuation begins with, so that
         prompt + generation reads right; further options as in `Options`. Errors as in `generate`.
         """
-        if isinstance(prompts, str):
-            raise LlamaError(f"prompts is the str {prompts!r:.60}; it must be a list of texts: [{prompts!r:.20}]")
+        _check_list("prompts", prompts, "texts")
         prompt_tokens = [self._encode_prompt(row, prompt) for row, prompt in enumerate(prompts)]
         results, notes = self._generate_once(
             prompt_tokens, temperature, top_p, max_gen_len, logprobs, options, echo=echo
@@ -442,9 +448,10 @@ class Llama:
         at_start = not keep_space
         ends = (stop.put(decoder.end()) + stop.end() for _ in range(1))  # asked for when the tokens are through
         for piece in chain((stop.put(decoder.put(token)) for token in tokens), ends):
-            if piece:
-                yield piece.removeprefix(decoder.lead) if at_start else piece
-                at_start = False
+            text = piece.removeprefix(decoder.lead) if piece and at_start else piece
+            at_start = at_start and not piece
+            if text:
+                yield text
 
     def _extras(
         self, tokens: list[int], scores: list[float] | None, note: dict[str, Any], options: Options, keep_space: bool
@@ -508,6 +515,7 @@ class Llama:
         "tokens" and "logprobs". A dialog that holds a special tag is answered with `UNSAFE_ERROR` and costs nothing.
         `drop_oldest=True` leaves out the oldest turns that do not fit; "dropped" in the details counts the messages.
         """
+        _check_list("dialogs", dialogs, "dialogs, each a list of messages")
         for place, dialog in enumerate(dialogs):
             check_dialog(dialog, place)
         safe = [place for place, dialog in enumerate(dialogs) if not is_unsafe(dialog)]
@@ -553,18 +561,31 @@ class Llama:
 
     # --------------------------------------------------------------------- looking without generating
 
-    def score(self, prompts: Sequence[str | list[int]]) -> list[dict[str, Any]]:
-        """How likely texts (or token lists) are: per prompt "tokens", "logprobs" (natural, the first 0.0) and "sum"."""
+    def score(
+        self, prompts: Sequence[str | list[int]], *, prefill_chunk: int = Request.prefill_chunk
+    ) -> list[dict[str, Any]]:
+        """How likely texts (or token lists) are: per prompt "tokens", "logprobs" (natural, the first 0.0) and "sum".
+
+        `prefill_chunk` here and below: positions fed at once, which bounds the memory of long prompts.
+        """
         encoded = self._encode_all(prompts)
-        tokens, logprobs = self.generate(encoded, 0, temperature=0, logprobs=True, echo=True)
+        tokens, logprobs = self.generate(
+            encoded, 0, temperature=0, logprobs=True, echo=True, prefill_chunk=prefill_chunk
+        )
         return [{"tokens": t, "logprobs": p, "sum": sum(p)} for t, p in zip(tokens, logprobs, strict=True)]
 
-    def hidden_states(self, prompt_tokens: list[list[int]], layers: Sequence[int] | None = None) -> list[Tensor]:
+    def hidden_states(
+        self,
+        prompt_tokens: list[list[int]],
+        layers: Sequence[int] | None = None,
+        *,
+        prefill_chunk: int = Request.prefill_chunk,
+    ) -> list[Tensor]:
         """What the model holds of each prompt's tokens: per prompt a tensor (layers, seqlen, dim) in the model's dtype.
 
         `layers` names blocks from 0 up; -1 is after the final norm. None is every block and the final norm.
         """
-        prompts = self._check_prompts(prompt_tokens)
+        prompts, chunk = self._check_prompts(prompt_tokens), _check_chunk(prefill_chunk)
         n_layers, size = self.model.params.n_layers, self.model.params.max_batch_size
         wanted = [*range(n_layers), -1] if layers is None else list(layers)
         for layer in wanted:
@@ -575,42 +596,59 @@ class Llama:
         found: list[Tensor] = []
         with Turn.of(self).take():
             for first in range(0, len(prompts), size):
-                found += _watch_layers(self.model, prompts[first : first + size], wanted)
+                found += _watch_layers(self.model, prompts[first : first + size], wanted, chunk)
         return found
 
-    def embed(self, texts: Sequence[str | list[int]], pooling: str = "mean") -> Tensor:
+    def embed(
+        self, texts: Sequence[str | list[int]], pooling: str = "mean", *, prefill_chunk: int = Request.prefill_chunk
+    ) -> Tensor:
         """One float32 vector (dim) per text, stacked: the mean, or the last, of its tokens' final normed states."""
         if pooling not in ("mean", "last"):
             raise LlamaError(f"pooling={pooling!r} must be 'mean' or 'last'")
-        states = [found[0].float() for found in self.hidden_states(self._encode_all(texts), layers=[-1])]
+        found = self.hidden_states(self._encode_all(texts), layers=[-1], prefill_chunk=prefill_chunk)
+        states = [layers[0].float() for layers in found]
         rows = [state.mean(0) if pooling == "mean" else state[-1] for state in states]
         return torch.stack(rows) if rows else torch.empty(0, self.model.params.dim)
 
     def _encode_all(self, prompts: Any) -> list[list[int]]:
-        if isinstance(prompts, (str, bytes)):
-            raise LlamaError(f"prompts is one {type(prompts).__name__}: {prompts!r:.40}; it must be a list of texts")
+        _check_list("prompts", prompts, "texts or of lists of token ids")
         return [self.tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in prompts]
 
 
+def _check_list(name: str, value: Any, of_what: str) -> None:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise LlamaError(f"{name} is {value!r:.60}, a {type(value).__name__}; it must be a list of {of_what}")
+
+
+def _check_chunk(chunk: Any) -> int:
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise LlamaError(f"prefill_chunk={chunk!r} must be a whole number of at least 1")
+    return chunk
+
+
 @torch.no_grad()
-def _watch_layers(model: Any, prompts: list[list[int]], wanted: list[int]) -> list[Tensor]:
-    """One forward over prompts side by side, right-padded, with a hook on each layer that is wanted."""
-    seen: dict[int, Tensor] = {}
+def _watch_layers(model: Any, prompts: list[list[int]], wanted: list[int], chunk: int) -> list[Tensor]:
+    """Prompts side by side, right-padded, `chunk` positions at a time, with a hook on each layer that is wanted."""
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 
     def keep(layer: int) -> Any:
-        return lambda module, args, output: seen.__setitem__(layer, output)
+        return lambda module, args, output: seen[layer].append(output)
 
     watched = {layer: model.norm if layer == -1 else model.layers[layer] for layer in wanted}
     handles = [module.register_forward_hook(keep(layer)) for layer, module in watched.items()]
     try:
         longest = max(map(len, prompts))
         tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
-        model.hidden(tokens, 0)
+        for start in range(0, longest, chunk):
+            model.hidden(tokens[:, start : start + chunk], start)
     finally:
         for handle in handles:
             handle.remove()
+    states = {layer: torch.cat(pieces, dim=1) for layer, pieces in seen.items()}  # each (b, s, d)
     return [
-        torch.stack([seen[layer][row, : len(prompt)] for layer in wanted]) if wanted else torch.empty(0, len(prompt), 0)
+        torch.stack([states[layer][row, : len(prompt)] for layer in wanted])
+        if wanted
+        else torch.empty(0, len(prompt), 0)
         for row, prompt in enumerate(prompts)
     ]
 
@@ -643,7 +681,13 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _load(
-    ckpt_dir: str, tokenizer_path: str | None, sizes: dict[str, int], device: torch.device, dtype: torch.dtype
+    ckpt_dir: str,
+    tokenizer_path: str | None,
+    sizes: dict[str, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str | None,
+    compile: bool,
 ) -> Llama:
     """This rank's part of the checkpoint in a new model, with its tokenizer."""
     for name, value in sizes.items():
@@ -658,11 +702,32 @@ def _load(
             f"{stored.path} embeds {rows} tokens, but the tokenizer has {tokenizer.n_words}: "
             f"give the tokenizer that belongs to this checkpoint"
         )
-    checkpoints.check_memory(args, device, dtype, parallel.world_size())
-    with _defaults(device, dtype):
+    form = _pick_form(quantize, stored.quantized)
+    checkpoints.check_memory(args, device, dtype, parallel.world_size(), form)
+    with _defaults(torch.device("cpu") if form else device, dtype):  # weights that will be packed are never touched
         model = Transformer(args)
-    checkpoints.load(model, stored, rank=parallel.rank(), world=parallel.world_size(), progress=parallel.rank() == 0)
-    return Llama(model, tokenizer)
+    checkpoints.load(
+        model,
+        stored,
+        rank=parallel.rank(),
+        world=parallel.world_size(),
+        progress=parallel.rank() == 0,
+        form=form,
+        device=device if form else None,
+    )
+    generator = Llama(model, tokenizer)
+    if compile:
+        generator._decoder = compile_model(model)
+    return generator
+
+
+def _pick_form(quantize: str | None, stored: str | None) -> str | None:
+    """The form of the layers' weights: what is asked for, else what the file holds; None: as they are."""
+    if quantize is not None and quantize not in KINDS:
+        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(KINDS)} or None")
+    if quantize is not None and stored is not None and not quantize.startswith(stored):
+        raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
+    return quantize or stored
 
 
 def _find_tokenizer(tokenizer_path: str | None, stored: "checkpoints.Checkpoint") -> Path:

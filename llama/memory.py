@@ -37,13 +37,25 @@ def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
     return int((params["n_layers"] * layer + 2 * params["vocab_size"] * dim) // ranks + norms)
 
 
+BYTES_A_WEIGHT = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}  # scales included; rows are long
+
+
 def memory_estimate(
-    params: Mapping[str, Any], max_seq_len: int, max_batch_size: int, ranks: int, dtype: torch.dtype
+    params: Mapping[str, Any],
+    max_seq_len: int,
+    max_batch_size: int,
+    ranks: int,
+    dtype: torch.dtype,
+    form: str | None = None,
 ) -> Memory:
-    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank."""
+    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `form` is
+    how the layers' weights are quantized.
+    """
     kv_heads = params.get("n_kv_heads") or params["n_heads"]
     row = 2 * max_batch_size * max_seq_len * kv_heads * (params["dim"] // params["n_heads"])
-    return Memory(count_parameters(params, ranks) * dtype.itemsize, row * dtype.itemsize * params["n_layers"] // ranks)
+    count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
+    saved = int((count - embedding) * (dtype.itemsize - BYTES_A_WEIGHT.get(form or "", dtype.itemsize)))
+    return Memory(count * dtype.itemsize - saved, row * dtype.itemsize * params["n_layers"] // ranks)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -83,18 +95,18 @@ def gigabytes(size: int) -> str:
     return f"{size / 1000:.1f} kB"
 
 
-def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int) -> None:
+def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int, form: str | None = None) -> None:
     """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
-    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype)
+    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, form)
     free = free_memory(device)
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    name = str(dtype).removeprefix("torch.")
+    name = form if form in BYTES_A_WEIGHT else str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
         f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "
         f"{gigabytes(need.total)} a rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
-        f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16), or use more ranks"
+        f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16) or quantize='int4', or use more ranks"
     )

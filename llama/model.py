@@ -8,6 +8,7 @@ Papers: Llama 2 (arXiv 2307.09288), RMSNorm (1910.07467), rotary embedding (2104
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -74,13 +75,25 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32."""
+    """Turn neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32.
+
+    freqs_cis as for `reshape_for_broadcast`, or one table per row in real numbers (b, s, k/2, 2), for compilers.
+    """
+    if not freqs_cis.is_complex():
+        return _turn(xq, freqs_cis), _turn(xk, freqs_cis)
     xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))  # (b, s, h, k/2)
     xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))  # (b, s, g, k/2)
     turn = reshape_for_broadcast(freqs_cis, xq_)
     xq_out = torch.view_as_real(xq_ * turn).flatten(3)  # (b, s, h, k)
     xk_out = torch.view_as_real(xk_ * turn).flatten(3)  # (b, s, g, k)
     return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
+def _turn(x: Tensor, freqs: Tensor) -> Tensor:
+    """The same product without complex numbers: x (b, s, heads, k), freqs (b, s, k/2, 2)."""
+    a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (b, s, heads, k/2)
+    cos, sin = freqs.unsqueeze(2).unbind(-1)  # (b, s, 1, k/2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(3).type_as(x)  # (b, s, heads, k)
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
@@ -119,8 +132,10 @@ class Attention(nn.Module):
     """Grouped-query attention over a static cache of keys and values, cut over the ranks by heads.
 
     `cache_k`, `cache_v` (max_batch_size, max_seq_len, g, k) are plain tensors in the model's dtype: absent from
-    `state_dict`, free to be moved or replaced.
+    `state_dict`, free to be moved or replaced. `qkv`, where compiled.py sets it, stands in for wq, wk and wv together.
     """
+
+    qkv: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -192,9 +207,14 @@ class Attention(nn.Module):
         boolean (b, 1, s, span). LlamaError where rows or positions do not fit in the cache.
         """
         bsz, seqlen, _ = x.shape
-        xq = self.wq(x).view(bsz, seqlen, self.n_local_heads, self.head_dim)  # (b, s, h, k)
-        xk = self.wk(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)  # (b, s, g, k)
-        xv = self.wv(x).view(bsz, seqlen, self.n_local_kv_heads, self.head_dim)  # (b, s, g, k)
+        h, g, k = self.n_local_heads, self.n_local_kv_heads, self.head_dim
+        if self.qkv is None:
+            xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
+        else:
+            xq, xk, xv = torch.split(self.qkv(x), [h * k, g * k, g * k], dim=-1)
+        xq = xq.view(bsz, seqlen, h, k)  # (b, s, h, k)
+        xk = xk.view(bsz, seqlen, g, k)  # (b, s, g, k)
+        xv = xv.view(bsz, seqlen, g, k)  # (b, s, g, k)
         xq, xk = apply_rotary_emb(xq, xk, freqs_cis)
 
         self.match_cache(xk)
@@ -232,7 +252,12 @@ def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | Non
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x) (SwiGLU), its width computed from 4 * dim as published (facts: sizes)."""
+    """w2(silu(w1 x) * w3 x) (SwiGLU), its width computed from 4 * dim as published (facts: sizes).
+
+    `w13`, where compiled.py sets it, stands in for w1 and w3 together.
+    """
+
+    w13: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> None:
         super().__init__()
@@ -242,7 +267,8 @@ class FeedForward(nn.Module):
         self.w3 = ColumnParallelLinear(dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        gate, up = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):

@@ -17,7 +17,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
@@ -64,6 +64,21 @@ def broadcast(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@contextlib.contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Within, an error of the network that ends a wait for other ranks is a LlamaError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() == 1 or not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+            raise
+        raise LlamaError(
+            f"rank {rank()} of {world_size()} lost another rank, which ended or did not answer within build's timeout: "
+            f"look at what the other ranks said, then start all of them again ({error})"
+        ) from error
+
+
+@naming_lost_ranks()
 def broadcast_object(value: Any) -> Any:
     """The first rank's (picklable) value on every rank."""
     if world_size() == 1:
@@ -87,7 +102,8 @@ def all_or_none(doing: str) -> Iterator[None]:
     if world_size() > 1:
         messages: list[str | None] = [None] * world_size()
         mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(messages, mine, group=fs_init.get_model_parallel_group())
+        with naming_lost_ranks():
+            dist.all_gather_object(messages, mine, group=fs_init.get_model_parallel_group())
         others = [f"rank {r} failed {doing}: {text}" for r, text in enumerate(messages) if text is not None]
         if failure is None and others:
             raise LlamaError(others[0])
@@ -206,6 +222,8 @@ def set_up(
                 _check_size(model_parallel_size, dist.get_world_size())
                 with contextlib.redirect_stdout(io.StringIO()):  # FairScale prints three lines
                     fs_init.initialize_model_parallel(model_parallel_size or dist.get_world_size())
+                if timeout is not None:  # FairScale's groups would wait half an hour, whatever the world's timeout is
+                    dist.distributed_c10d._set_pg_timeout(_duration(timeout), fs_init.get_model_parallel_group())
                 cls._made_model_parallel = True
             elif model_parallel_size is not None and model_parallel_size != world_size():
                 raise LlamaError(
@@ -227,9 +245,13 @@ def _check_size(size: int | None, world: int) -> None:
         )
 
 
+def _duration(timeout: float | datetime.timedelta) -> datetime.timedelta:
+    return timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
+
+
 def _init_world(backend: str, device: torch.device, timeout: float | datetime.timedelta | None) -> None:
     """`init_process_group` from torchrun's variables, or for a single rank without any."""
-    limit = datetime.timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    limit = None if timeout is None else _duration(timeout)
     options: dict[str, Any] = {} if limit is None else {"timeout": limit}
     if backend == "nccl":
         options["device_id"] = device
@@ -242,15 +264,21 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with "
             f"torchrun, or unset WORLD_SIZE to run on one"
         )
-    store, this_rank, ranks = _meet(limit)
-    # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
-    ProcessGroups._worlds_made += 1
-    store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
     try:
+        store, this_rank, ranks = _meet(limit)
+        # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
+        ProcessGroups._worlds_made += 1
+        store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
-    except BaseException:
+    except BaseException as error:
         ProcessGroups._met = None  # perhaps its server is gone
-        raise
+        if not isinstance(error, RuntimeError):
+            raise
+        raise LlamaError(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not find the others through "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: start all within the timeout and, on several "
+            f"machines, name the network card (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0): {error}"
+        ) from error
 
 
 def _meet(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
@@ -277,12 +305,19 @@ def _part(total: int, what: str) -> int:
     return total // ranks
 
 
+def _times(layer: Any, x: Tensor) -> Tensor:
+    """x (..., in) times the layer's weight, transposed: (..., out); by its packed form where it has one."""
+    return F.linear(x, layer.weight) if layer.packed is None else layer.packed(x)
+
+
 class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc]
     """FairScale's layer without its full master weight: this rank's rows are allocated, and nothing else.
 
     `weight` (out_features / ranks, in_features), uninitialised. Input (..., in_features), output (..., out_features)
-    where gathered, else this rank's slice of it.
+    where gathered, else this rank's slice of it. `packed` (see quantize.py) stands in for the weight where it is set.
     """
+
+    packed: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
         nn.Module.__init__(self)
@@ -295,8 +330,8 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
 
     def forward(self, input_: Tensor) -> Tensor:
         if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
-            return F.linear(input_, self.weight)
-        output = F.linear(copy_to_model_parallel_region(input_), self.weight)
+            return _times(self, input_)
+        output = _times(self, copy_to_model_parallel_region(input_))
         return gather_from_model_parallel_region(output) if self.gather_output else output
 
 
@@ -304,8 +339,10 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
     """FairScale's layer without its full master weight; the ranks' partial products are added by one all-reduce.
 
     `weight` (out_features, in_features / ranks), uninitialised. Input: this rank's slice of (..., in_features) where
-    `input_is_parallel`, else the whole; output (..., out_features).
+    `input_is_parallel`, else the whole; output (..., out_features). `packed` as above.
     """
+
+    packed: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, in_features: int, out_features: int, input_is_parallel: bool = True) -> None:
         nn.Module.__init__(self)
@@ -318,9 +355,9 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
 
     def forward(self, input_: Tensor) -> Tensor:
         if world_size() == 1:
-            return F.linear(input_, self.weight)
+            return _times(self, input_)
         local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
-        return reduce_from_model_parallel_region(F.linear(local, self.weight))  # type: ignore[no-any-return]
+        return reduce_from_model_parallel_region(_times(self, local))  # type: ignore[no-any-return]
 
 
 class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]

@@ -154,8 +154,15 @@ def move_row(model: Transformer, source: int, target: int, end: int) -> None:
 class Decoding:
     """One call's prompts on their way to their last token; `steps` drives them, `rows` holds what came out."""
 
-    def __init__(self, model: Any, prompts: Sequence[list[int]], request: Request) -> None:
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[list[int]],
+        request: Request,
+        decoder: Callable[[list[int], list[int]], Tensor] | None = None,
+    ) -> None:
         self.model = model
+        self.decoder = decoder  # decodes an unwatched model's rows in static shapes (compiled.py)
         self.request = request
         window = model.params.max_seq_len
         self.rows = [
@@ -190,11 +197,12 @@ class Decoding:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
         self.reach = max((row.limit for row in self.rows), default=0)
         needy = [row for row in self.rows if row.has_room or row.unscored(self.request)]
-        if not watched(self.model):
-            yield from self._batched(deque(needy))
-            return
-        for first in range(0, len(needy), self.batch_size):
-            yield from self._published(needy[first : first + self.batch_size])
+        with parallel.naming_lost_ranks():
+            if not watched(self.model):
+                yield from self._batched(deque(needy))
+                return
+            for first in range(0, len(needy), self.batch_size):
+                yield from self._published(needy[first : first + self.batch_size])
 
     # -------------------------------------------------------------------- the published schedule
 
@@ -259,17 +267,20 @@ class Decoding:
                         last[row.index] = h[i, len(row.prompt) - start - 1]
                     if row.unscored(self.request):
                         self._score(row, self._head(h[i, : len(pieces[i])]), start)
-        if not self.aligned:
+        if self.decoder is not None or not self.aligned:
+            end = self.reach if self.decoder is None else self.model.params.max_seq_len
             for i, row in enumerate(new):
-                self.model.clear_row(first + i, len(row.prompt), self.reach)
+                self.model.clear_row(first + i, len(row.prompt), end)
         states = [last[row.index] for row in new if row.has_room]
         return self._head(torch.stack(states)) if states else torch.empty(0, 0)
 
     @torch.no_grad()
     def _decode(self, active: list[Row]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
-        tokens = torch.tensor([[row.tokens[-1]] for row in active])  # (n, 1)
         positions = [len(row.tokens) - 1 for row in active]
+        if self.decoder is not None:
+            return self.decoder([row.tokens[-1] for row in active], positions)
+        tokens = torch.tensor([[row.tokens[-1]] for row in active])  # (n, 1)
         start_pos = positions[0] if len(set(positions)) == 1 else torch.tensor(positions)
         return self._head(self.model.hidden(tokens, start_pos)[:, -1])
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .errors import LlamaError
 from .llama2c import unpack
 from .memory import ffn_width
+from .quantize import dequantize
 from .tensorfile import drop_pages
 
 
@@ -94,14 +95,24 @@ class Entry:
     parts: list[Tensor]
     axis: int = 0
     heads: int = 0  # above 0: rows are in Hugging Face's pair order, for this many heads
-    scales: Tensor | None = None  # parts are int8, with one of these per group of consecutive values
+    scales: Tensor | None = None  # parts are int8, with one of these per group of consecutive values; or see `form`
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = list(self.parts[0].shape)
         if shape:
             shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+            shape[-1] *= 1 + (self.form == "int4")
         return tuple(shape)
+
+    @property
+    def form(self) -> str | None:
+        """ "int8" or "int4" where the values are codes as quantize.py makes them."""
+        if self.scales is None or self.parts[0].ndim != 2:
+            return None
+        if self.parts[0].dtype == torch.uint8:
+            return "int4"
+        return "int8" if self.scales.shape == self.parts[0].shape[:1] else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +127,8 @@ class Entry:
         place = begin = 0
         for part in self.parts:
             end = begin + part.shape[self.axis]
-            part = part if self.scales is None else unpack(part, self.scales)
+            if self.scales is not None:
+                part = dequantize(part, self.scales) if self.form == "int4" else unpack(part, self.scales)
             if cut is None:
                 piece = part
             elif cut == self.axis:
@@ -225,6 +237,23 @@ class Checkpoint:
         part = torch.empty(self.local_shape(name, world), dtype=entry.dtype, device="cpu")
         self.fill(part, name, pieces, world)
         return part
+
+    @property
+    def quantized(self) -> str | None:
+        """ "int8" or "int4" where the layers' weights are stored so (`convert --quantize`)."""
+        return self.entries["layers.0.attention.wq.weight"].form
+
+    def codes(self, name: str, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+        """This rank's codes and scales of a quantized weight. LlamaError where the cut would go through a group."""
+        entry, axis = self.entries[name], kind_of(name).axis
+        codes, scales = entry.parts[0], entry.scales
+        assert scales is not None and axis is not None
+        if axis == 1 and entry.form == "int4" and scales.shape[1] % world:
+            raise LlamaError(f"{name}: {scales.shape[1]} groups of int4 cannot be cut over {world} ranks: take int8")
+        codes = codes.chunk(world, axis)[rank].contiguous()
+        if axis == 0 or entry.form == "int4":  # a row's one scale in int8 goes with every part of the row
+            scales = scales.chunk(world, axis)[rank].contiguous()
+        return codes, scales
 
     def fill(self, part: Tensor, name: str, pieces: Iterable[tuple[int, Tensor]], world: int) -> None:
         """Copy the pieces to their places in `part`, in Meta's pair order, giving back each one's pages."""
