@@ -77,10 +77,10 @@ class StaticDecoder:
         begin, known = time.perf_counter(), len(self._compiled) + len(self._captured)
         if self._device.type == "cuda":
             if (rows, reach) not in self._captured:
-                self._captured[rows, reach] = _Graph(self._compile(rows), ids, places, self._positions(reach))
+                self._captured[rows, reach] = _Graph(self._compile(ids, places), ids, places, self._positions(reach))
             logits = self._captured[rows, reach](ids, places)
         else:
-            logits = self._compile(rows)(ids, places, self._positions(reach))
+            logits = self._compile(ids, places)(ids, places, self._positions(reach))
         if len(self._compiled) + len(self._captured) > known:
             self.seconds += time.perf_counter() - begin
         return logits[: len(tokens)]
@@ -97,11 +97,17 @@ class StaticDecoder:
 
     def _positions(self, reach: int) -> Tensor:
         positions = torch.arange(reach, device=self._device)
-        torch._dynamo.mark_dynamic(positions, 0)
+        if self.model.params.max_seq_len > REACH:
+            torch._dynamo.mark_dynamic(positions, 0)
         return positions
 
-    def _compile(self, rows: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The step for this number of rows and any reach."""
+    def _compile(self, ids: Tensor, places: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The step for this number of rows and any reach.
+
+        It is compiled at the least reach: at max_seq_len the compiler would take the whole length for a constant.
+        What that run wrote to the cache the first real one writes over.
+        """
+        rows = len(ids)
         if rows not in self._compiled:
 
             def step(ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:
@@ -109,6 +115,7 @@ class StaticDecoder:
 
             step.__code__ = step.__code__.replace()  # torch keeps its results by code object, at most eight for each
             self._compiled[rows] = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _no_guards})
+            self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
         return self._compiled[rows]
 
     def _step(self, ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from . import llama2c
 from .checkpoint import Checkpoint, open_checkpoint
 from .errors import LlamaError
 from .memory import count_parameters, ffn_width, gigabytes, memory_estimate
+from .quantize import quantize_int4, quantize_int8
 from .stored import hf_name, kind_of, some, to_halves
 from .tensorfile import raw_bytes, read_json, write_safetensors, write_tensor
 
@@ -71,12 +72,15 @@ def convert(
     shards: int = 1,
     dtype: str | None = None,
     context: int | None = None,
+    quantize: str | None = None,
     force: bool = False,
 ) -> None:
     """Write the checkpoint SRC to the folder DST in the format `to`: meta (in `shards` files), hf or llama2c.
 
     `dtype` None keeps the stored type (llama2c: always float32). `context` is the longest window that formats with a
-    field for it get. DST appears when it is whole; one that exists is replaced only with `force`.
+    field for it get. `quantize` int8 or int4 (to="meta", one file) stores the layers' weights as codes and scales
+    (X.weight, X.scales; see quantize.py), which `build` loads as they are. DST appears when it is whole; one that exists
+    is replaced only with `force`.
     """
     writers: dict[str, Callable[[Source, Path, int, int], None]] = {
         "meta": _write_meta,
@@ -89,6 +93,8 @@ def convert(
         )
     if not isinstance(shards, int) or shards < 1 or (shards > 1 and to != "meta"):
         raise LlamaError(f"shards={shards!r} must be 1 or more, and 1 unless to='meta'")
+    if quantize is not None and (quantize not in ("int8", "int4") or to != "meta" or shards != 1):
+        raise LlamaError(f"quantize={quantize!r} must be int8 or int4, with to='meta' and shards=1")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst))
     _check_target(checkpoint, target, force)
     _check_shards(checkpoint, shards)
@@ -99,7 +105,10 @@ def convert(
         bar.total = source.size(checkpoint.names())
         _check_space(target, bar.total)
         with _new_folder(target) as folder:
-            writers[to](source, folder, window, shards)
+            if quantize:
+                _write_quantized(source, folder, quantize)
+            else:
+                writers[to](source, folder, window, shards)
     print(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}")
 
 
@@ -176,6 +185,29 @@ def _write_meta(source: Source, folder: Path, context: int, shards: int) -> None
     for shard in range(shards):
         tensors = {name: _own(source.read(name, shard, shards)) for name in checkpoint.names()}
         torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
+    _finish_meta(checkpoint, folder)
+
+
+def _write_quantized(source: Source, folder: Path, form: str) -> None:
+    """One file in Meta's format, with codes in X.weight and scales in X.scales for all but the embedding and norms."""
+    tensors: dict[str, Tensor] = {}
+    for name in source.checkpoint.names():
+        weight = _own(source.read(name))
+        if weight.ndim < 2 or name == "tok_embeddings.weight":
+            tensors[name] = weight
+            continue
+        try:
+            codes, scales = quantize_int4(weight) if form == "int4" else quantize_int8(weight)
+        except ValueError as error:
+            raise LlamaError(f"{source.checkpoint.path}: {name}: {error}") from None
+        tensors[name], tensors[name.removesuffix("weight") + "scales"] = codes, scales
+        source.checkpoint.forget(name)
+    torch.save(tensors, folder / "consolidated.00.pth")
+    _finish_meta(source.checkpoint, folder)
+
+
+def _finish_meta(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizer and, last, params.json."""
     _copy_tokenizer(checkpoint, folder)
     params = {name: value for name, value in checkpoint.params.items() if value is not None}
     if params["rope_theta"] == 10000.0:
@@ -366,7 +398,7 @@ def info(
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
-    need = memory_estimate(params, window, max_batch_size, ranks, kind)
+    need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized)
     print(
         f"memory a rank   {gigabytes(need.total)} = weights {gigabytes(need.weights)} + KV cache "
         f"{gigabytes(need.kv_cache)}\n                ({str(kind).removeprefix('torch.')}, {ranks} rank(s), "
@@ -391,7 +423,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
         ("tokenizer", str(checkpoint.tokenizer_path or "none beside it")),
         ("parameters", f"{count:,}"),
-        ("dtype", ", ".join(dtypes) + (" (stored as int8 groups)" if packed else "")),
+        ("dtype", ", ".join(dtypes) + (f" (stored as {checkpoint.quantized or 'int8 groups'})" if packed else "")),
         ("sizes", f"dim {params['dim']}, {params['n_layers']} layers, {params['n_heads']} heads, {kv_heads} kv heads"),
         ("", f"ffn {width}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("vocabulary", str(rows)),

@@ -151,18 +151,18 @@ def published_schedule(lengths: Sequence[int], max_gen_len: int, window: int = W
 
 
 @contextlib.contextmanager
-def recorded(name: str) -> Iterator[list[tuple[int, ...]]]:
-    """Shapes that `torch.nn.functional.<name>` returns meanwhile; nothing that a model could notice as being watched."""
+def recorded(name: str, module: Any = F) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes that `module.<name>` returns meanwhile; nothing that a model could notice as being watched."""
     shapes: list[tuple[int, ...]] = []
-    original = getattr(F, name)
+    original = getattr(module, name)
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         shapes.append(tuple(result.shape))
         return result
 
-    setattr(F, name, spy)
+    setattr(module, name, spy)
     try:
         yield shapes
     finally:
-        setattr(F, name, original)
+        setattr(module, name, original)

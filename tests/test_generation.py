@@ -32,7 +32,7 @@ from helpers import (
 from torch import Tensor, nn
 
 import llama.model
-from llama import Dialog, Llama, LlamaError, Step, Transformer, encode_dialog
+from llama import Dialog, Llama, LlamaError, Step, Transformer, encode_dialog, parallel
 from llama.generation import UNSAFE_ERROR, sample_top_p
 
 NAN, INF = float("nan"), float("inf")
@@ -511,7 +511,7 @@ def test_the_padding_id_never_reaches_the_model() -> None:
 
 def test_prompts_of_unequal_length_are_prefilled_together() -> None:
     generator, prompts = make(), random_prompts(3, 40, 11)
-    with recorded("embedding") as fed, recorded("linear") as linears:
+    with recorded("embedding") as fed, recorded("_times", parallel) as linears:
         tokens, _ = generator.generate(prompts, 6, temperature=0)
     assert tokens == [oracle_greedy("gqa", prompt, 6) for prompt in prompts]
     assert len(fed) == 6 and max(rows * seqlen for rows, seqlen, _ in fed) <= 3 * 40
@@ -648,9 +648,9 @@ def test_an_exception_leaves_the_next_call_right(
             for module in generator.model.layers[1].modules():
                 stack.callback(module.register_forward_hook(fail).remove)
         else:  # deep inside our own schedule
-            original = torch.nn.functional.linear
+            original = parallel._times
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(torch.nn.functional, "linear", lambda *args: (fail(), original(*args))[1])
+            patch.setattr(parallel, "_times", lambda *args: (fail(), original(*args))[1])
         with pytest.raises(type(error)):
             generator.generate(other, 8, temperature=0)
     assert generator.generate(prompts, 8, temperature=0) == wanted
