@@ -1,6 +1,7 @@
 """How fast we are beside `transformers` on the same weights: python benchmarks/generate.py --shape 1b --compare hf
 
     --compare hf      A B A B in one process; ratios above 1 mean that ours is faster
+    --compare forms   ours in its own dtype, int8, int4 and int8-dynamic, in turn
     --plot FILE.png   decode speed over context length, and over rows
     --quick           under a minute: ours against transformers at 15m, beside the ratio of the last such run
     --quality         what int8 and int4 cost the demo model and random 1b weights (agreement, KL divergence, loss)
@@ -167,24 +168,57 @@ def versus(
     return report
 
 
+def versus_forms(
+    shape: str, dtype: torch.dtype, batches: list[int], prompt: int, tokens: int, trials: int, compile: bool
+) -> dict[str, Any]:
+    """Our own forms of the same shape in turn; ratios are to the unquantized one, which is never compiled."""
+    device, window = torch.device("cpu"), prompt + tokens
+    forms = (None, "int8", "int4", "int8-dynamic")
+    makers = {form or "as stored": random_model(shape, device, dtype, window, max(batches), form) for form in forms}
+    if compile:
+        for form in forms:
+            name = f"{form or 'as stored'} compiled"
+            makers[name] = random_model(shape, device, dtype, window, max(batches), form, compile=True)
+    rows = []
+    for batch in batches:
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
+        for trial in range(trials + 1):
+            for name, generator in makers.items():
+                runs[name].append(one_trial(generator, batch, prompt, tokens if trial else 3))
+        base = [statistics.median(run[part] for run in runs["as stored"][1:]) for part in (0, 1)]
+        for name, found in runs.items():
+            first, step = (statistics.median(run[part] for run in found[1:]) for part in (0, 1))
+            rows.append({"form": name, "batch": batch, "prefill_s": first, "step_s": step})
+            print(f"{shape} {name:<22} rows {batch:>3}  prompt {prompt}: prefill {first * 1e3:8.1f} ms", end="")
+            print(f" ({base[0] / first:.2f} x), step {step * 1e3:7.2f} ms ({base[1] / step:.2f} x)", flush=True)
+    alone = {name: matrices_alone(generator.model) for name, generator in makers.items()}
+    mv = matrices_alone(makers["as stored"].model, lambda layer, x: torch.mv(layer.weight, x[0]))
+    print("matrices alone, ms:", ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in alone.items()), end="")
+    print(f", torch.mv {mv * 1e3:.2f}")
+    return {"shape": shape, "rows": rows, "alone_s": alone, "mv_alone_s": mv}
+
+
 # ---------------------------------------------------------------------------------------------- quality
 
 
+Text = tuple[list[int], list[int]]  # what is given, and what is to be told
+
+
 @torch.no_grad()
-def quality(generator: Llama, reference: Llama, texts: list[list[int]], prompts: list[list[int]]) -> dict[str, float]:
+def quality(generator: Llama, reference: Llama, texts: list[Text], prompts: list[list[int]]) -> dict[str, float]:
     """What a generator loses against another: loss on texts, KL divergence a token, and the greedy tokens that agree.
 
     The greedy tokens are the reference's own, 200 a prompt or until they end; agreement is counted where both saw the
     same tokens before, and separately how far a free run stays the same.
     """
     sums = {"loss": 0.0, "reference_loss": 0.0, "kl": 0.0, "tokens": 0.0}
-    for ids in texts:
-        wanted = torch.tensor(ids[1:])[:, None]
-        theirs, ours = (F.log_softmax(g.model.forward(torch.tensor([ids]), 0)[0], -1) for g in (reference, generator))
-        sums["reference_loss"] -= float(theirs[:-1].gather(-1, wanted).sum())
-        sums["loss"] -= float(ours[:-1].gather(-1, wanted).sum())
-        sums["kl"] += float((theirs[:-1].exp() * (theirs[:-1] - ours[:-1])).sum())
-        sums["tokens"] += len(ids) - 1
+    for lead, rest in texts:
+        ids, wanted = torch.tensor([lead + rest[:-1]]), torch.tensor(rest)[:, None]
+        theirs, ours = (F.log_softmax(g.model.forward(ids, 0)[0, len(lead) - 1 :], -1) for g in (reference, generator))
+        sums["reference_loss"] -= float(theirs.gather(-1, wanted).sum())
+        sums["loss"] -= float(ours.gather(-1, wanted).sum())
+        sums["kl"] += float((theirs.exp() * (theirs - ours)).sum())
+        sums["tokens"] += len(rest)
     agreed = compared = free = 0
     for prompt in prompts:
         [greedy], [mine] = (g.generate([prompt], 200, temperature=0)[0] for g in (reference, generator))
@@ -202,7 +236,7 @@ def quality(generator: Llama, reference: Llama, texts: list[list[int]], prompts:
     }
 
 
-def held_out_texts(tokenizer: Any) -> list[list[int]]:
+def held_out_texts(tokenizer: Any) -> list[Text]:
     """Stories that the demo model was not trained on, drawn as tools/make_demo.py draws them, and held-out answers."""
     import random
     import sys
@@ -212,10 +246,9 @@ def held_out_texts(tokenizer: Any) -> list[list[int]]:
     from make_demo import SEED, answer_pair
 
     draw = random.Random(SEED + 99)
-    stories = [tokenizer.encode(demo_text.story(draw), bos=True, eos=True) for _ in range(60)]
+    stories = [([1], tokenizer.encode(demo_text.story(draw), bos=False, eos=True)) for _ in range(60)]
     _, held, _, _ = demo_text.split(SEED)
-    pairs = (answer_pair(tokenizer.sp_model, question, answer) for question, answer, _ in held[:120])
-    return stories + [question + answer for question, answer in pairs]
+    return stories + [answer_pair(tokenizer.sp_model, question, answer) for question, answer, _ in held]
 
 
 def all_quality(shape: str = "1b") -> dict[str, Any]:
@@ -233,13 +266,13 @@ def all_quality(shape: str = "1b") -> dict[str, Any]:
                 report[f"demo {form}"] = quality(generator, reference, texts, prompts)
     groups = parallel.set_up(None, torch.device("cpu"), None, None)
     draw = torch.Generator().manual_seed(3)
-    texts = [torch.randint(3, 32000, (64,), generator=draw).tolist() for _ in range(4)]
+    texts = [([1], torch.randint(3, 32000, (64,), generator=draw).tolist()) for _ in range(4)]
     torch.manual_seed(7)
     reference = random_model(shape, torch.device("cpu"), torch.bfloat16, 300, 1)
     for form in ("int8", "int4", "int8-dynamic"):
         torch.manual_seed(7)
         generator = random_model(shape, torch.device("cpu"), torch.bfloat16, 300, 1, form)
-        report[f"random {shape} {form}"] = quality(generator, reference, texts, [texts[0][:8]])
+        report[f"random {shape} {form}"] = quality(generator, reference, texts, [[1, *texts[0][1][:7]]])
         del generator
     groups.close()
     print(f"{'':<24} {'loss':>8} {'change':>8} {'KL':>9} {'agree':>7} {'free run':>9}")
@@ -315,15 +348,16 @@ def main(
     quality: bool = False,
 ) -> None:
     """See the top of this file."""
-    if compare not in (None, "hf") or dtype not in DTYPES:
-        raise SystemExit(f"compare={compare!r} must be hf, dtype={dtype!r} one of {', '.join(DTYPES)}")
+    if compare not in (None, "hf", "forms") or dtype not in DTYPES:
+        raise SystemExit(f"compare={compare!r} must be hf or forms, dtype={dtype!r} one of {', '.join(DTYPES)}")
     kind = DTYPES[dtype]
     if quality:
         report = all_quality()
     elif quick or compare:
         groups = parallel.set_up(None, torch.device("cpu"), None, None)
         listed = [batches] if isinstance(batches, int) else [int(n) for n in batches]
-        report = check_quickly() if quick else versus(shape, kind, listed, prompt, tokens, trials, compile)
+        against = versus_forms if compare == "forms" else versus
+        report = check_quickly() if quick else against(shape, kind, listed, prompt, tokens, trials, compile)
         groups.close()
     elif plot:
         groups = parallel.set_up(None, torch.device("cpu"), None, None)

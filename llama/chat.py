@@ -9,7 +9,7 @@ Role: TypeAlias = Literal["system", "user", "assistant"]
 
 
 class Message(TypedDict):
-    """One turn of a dialog."""
+    """One turn of a dialog: who speaks, and the text."""
 
     role: Role
     content: str
@@ -77,7 +77,7 @@ def _turns(dialog: Dialog, index: int = 0) -> list[str]:
     """The prompt's texts: each question with its answer, last the question that waits for one. Errors as above."""
     check_dialog(dialog, index)
     if is_unsafe(dialog):
-        raise LlamaError(f"dialog {index}: {UNSAFE_ERROR}")
+        raise LlamaError(f"dialog {index}: {UNSAFE_ERROR} Leave out {', '.join(SPECIAL_TAGS)}")
     texts = [message["content"] for message in dialog]
     if dialog[0]["role"] == "system":
         texts = [B_SYS + texts[0] + E_SYS + texts[1], *texts[2:]]

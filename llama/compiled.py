@@ -9,11 +9,15 @@ None and hooks on those five stay silent. Any hook or patch brings back the publ
 """
 
 import functools
+import itertools
 import logging
+import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,15 +30,17 @@ logger = logging.getLogger("llama")
 
 # ------------------------------------------------------------------- packed weights, seen by the compiler
 
-_PACKED: list[Packed] = []  # an operator's arguments are tensors and numbers: packed weights go by their place here
+# An operator's arguments are tensors and numbers: packed weights go by a number, and are gone with their model.
+_PACKED: "WeakValueDictionary[int, Packed]" = WeakValueDictionary()
+_numbers = itertools.count()
 
 
 @functools.cache
 def _operator() -> Any:
-    """llama::times(x, place of the packed weight, n), registered with torch when it is first wanted."""
+    """llama::times(x, number of the packed weight, n), registered with torch when it is first wanted."""
     library = torch.library.Library("llama", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("times(Tensor x, int weight, int n) -> Tensor")  # type: ignore[no-untyped-call]
-    library.impl("times", lambda x, weight, n: _PACKED[weight](x), "CPU")  # type: ignore[no-untyped-call]
+    library.impl("times", lambda x, weight, n: _PACKED[weight](x).contiguous(), "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake("llama::times", lambda x, weight, n: x.new_empty(*x.shape[:-1], n), lib=library)
     return library, torch.ops.llama.times  # the library keeps the operator alive
 
@@ -44,11 +50,11 @@ class _Opaque:
 
     def __init__(self, packed: Packed) -> None:
         self.packed, self.shape, self.nbytes, self.dense = packed, packed.shape, packed.nbytes, packed.dense
-        self._place, (_, self._times) = len(_PACKED), _operator()
-        _PACKED.append(packed)
+        self._number, (_, self._times) = next(_numbers), _operator()
+        _PACKED[self._number] = packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._times(x, self._place, self.shape[0])  # type: ignore[no-any-return]
+        return self._times(x, self._number, self.shape[0])  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------- the decoder
@@ -115,7 +121,12 @@ class StaticDecoder:
 
             step.__code__ = step.__code__.replace()  # torch keeps its results by code object, at most eight for each
             self._compiled[rows] = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _no_guards})
-            self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
+            try:
+                self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
+            except RuntimeError as error:
+                reason = str(error).strip().partition("\n")[0]
+                logger.warning("compile=True: torch could not compile, so decoding is not compiled: %.300s", reason)
+                self._compiled[rows] = step
         return self._compiled[rows]
 
     def _step(self, ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:
@@ -162,8 +173,9 @@ def compile_model(model: Transformer) -> StaticDecoder | None:
     device = model.tok_embeddings.weight.device
     if device.type == "cpu":
         take_over(model)
-        if not any(map(shutil.which, ("g++", "clang++", "c++"))):
-            logger.warning("compile=True finds no C++ compiler: install g++; until then decoding is not compiled")
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+        if shutil.which(compiler) is None:
+            logger.warning("compile=True finds no C++ compiler: install %s; decoding is not compiled", compiler)
             return None
         for module in model.modules():
             for name in ("packed", "qkv", "w13"):

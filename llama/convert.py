@@ -47,6 +47,7 @@ class Source:
         self._dtype, self._bar = dtype, bar
 
     def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor is written."""
         return self._dtype or self.checkpoint.dtype(name)
 
     def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
@@ -75,29 +76,39 @@ def convert(
     quantize: str | None = None,
     force: bool = False,
 ) -> None:
-    """Write the checkpoint SRC to the folder DST in the format `to`: meta (in `shards` files), hf or llama2c.
+    """Write a checkpoint in another format, another type or another number of files.
 
-    `dtype` None keeps the stored type (llama2c: always float32). `context` is the longest window that formats with a
-    field for it get. `quantize` int8 or int4 (to="meta", one file) stores the layers' weights as codes and scales
-    (X.weight, X.scales; see quantize.py), which `build` loads as they are. DST appears when it is whole; one that exists
-    is replaced only with `force`.
+    The folder DST appears when it is whole. LlamaError for what cannot be written so, and nothing is left behind.
+
+    Args:
+        src: The checkpoint, a folder or a file of any known format.
+        dst: The folder to write; one that holds files is replaced only with `force`.
+        to: meta (params.json and consolidated.NN.pth), hf (a Hugging Face folder) or llama2c (model.bin).
+        shards: Files of weights that meta gets.
+        dtype: float32, bfloat16 or float16; the stored type if not given, float32 always for llama2c.
+        context: The longest window, in tokens, for formats that have a field for it; what SRC says if not given.
+        quantize: int8 or int4 (meta in one file): the layers' weights as codes and scales (X.weight, X.scales; see
+            quantize.py), which `build` loads as they are.
+        force: Replace a checkpoint that is in DST.
     """
     writers: dict[str, Callable[[Source, Path, int, int], None]] = {
         "meta": _write_meta,
         "hf": _write_hf,
         "llama2c": _write_llama2c,
     }
-    if to not in writers or (dtype is not None and dtype not in DTYPES):
-        raise LlamaError(
-            f"to={to!r} must be one of {', '.join(writers)}, dtype={dtype!r} of {', '.join(DTYPES)} or None"
-        )
+    if to not in writers:
+        raise LlamaError(f"to={to!r} must be one of {', '.join(writers)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise LlamaError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)} or None")
+    if context is not None and (type(context) is not int or context < 1):
+        raise LlamaError(f"context={context!r} must be None or a whole number of at least 1")
     if not isinstance(shards, int) or shards < 1 or (shards > 1 and to != "meta"):
         raise LlamaError(f"shards={shards!r} must be 1 or more, and 1 unless to='meta'")
     if quantize is not None and (quantize not in ("int8", "int4") or to != "meta" or shards != 1):
         raise LlamaError(f"quantize={quantize!r} must be int8 or int4, with to='meta' and shards=1")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst))
     _check_target(checkpoint, target, force)
-    _check_shards(checkpoint, shards)
+    _check_shards(checkpoint, "shards", shards)
     kind = torch.float32 if to == "llama2c" else DTYPES[dtype] if dtype else None
     window = context or checkpoint.context or CONTEXTS.get(checkpoint.params["rope_theta"], 4096)
     with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as bar:
@@ -131,19 +142,20 @@ def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
         raise LlamaError(f"{target} holds {some(foreign)}, which is no part of a checkpoint: it is not replaced")
 
 
-def _check_shards(checkpoint: Checkpoint, shards: int) -> None:
+def _check_shards(checkpoint: Checkpoint, name: str, shards: int) -> None:
     heads, kv_heads = checkpoint.params["n_heads"], checkpoint.params["n_kv_heads"] or checkpoint.params["n_heads"]
     if heads % shards or kv_heads % shards:
-        raise LlamaError(f"shards={shards} must divide n_heads={heads} and n_kv_heads={kv_heads}")
-    for name in checkpoint.names():
-        checkpoint.local_shape(name, shards)
+        raise LlamaError(f"{name}={shards} must divide n_heads={heads} and n_kv_heads={kv_heads}")
+    for key in checkpoint.names():
+        checkpoint.local_shape(key, shards)
 
 
 def _check_space(target: Path, size: int) -> None:
     parent = next(path for path in target.absolute().parents if path.exists())
     free = shutil.disk_usage(parent).free
     if size + 10_000_000 > free:
-        raise LlamaError(f"{target} needs {gigabytes(size)}, but {parent} has {gigabytes(free)} free")
+        found = f"{target} needs {gigabytes(size)}, but {parent} has {gigabytes(free)} free"
+        raise LlamaError(f"{found}: make room, or give another place")
 
 
 @contextmanager
@@ -381,11 +393,16 @@ def info(
     dtype: str | None = None,
     check: bool = False,
 ) -> None:
-    """Print what CKPT holds and the memory it needs on each of `ranks` ranks.
+    """Print what a checkpoint holds, and the memory that it needs on each rank.
 
-    `max_seq_len` None takes the format's context, else 4096; `dtype` None the stored type. `check` reads every tensor
-    and prints its digest (SHA-256 of the whole tensor's bytes: the same in every format and number of shards);
-    LlamaError names those with NaN or inf.
+    Args:
+        ckpt: The checkpoint, a folder or a file of any known format.
+        max_seq_len: The window to count the cache for, in tokens; the checkpoint's own, else 4096, if not given.
+        max_batch_size: Rows to count the cache for.
+        ranks: Ranks that share the model.
+        dtype: float32, bfloat16 or float16 in memory; the stored type if not given.
+        check: Read every tensor and print its digest (SHA-256 of the whole tensor's bytes: the same in every format and
+            number of files). LlamaError names those with NaN or inf.
     """
     checkpoint = open_checkpoint(str(ckpt))
     if dtype is not None and dtype not in DTYPES:
@@ -393,7 +410,7 @@ def info(
     for name, value in (("max_batch_size", max_batch_size), ("ranks", ranks), ("max_seq_len", max_seq_len or 1)):
         if not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be a whole number of at least 1")
-    _check_shards(checkpoint, ranks)
+    _check_shards(checkpoint, "ranks", ranks)
     print("\n".join(f"{label:<16}{text}" for label, text in _describe(checkpoint)))
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
@@ -445,5 +462,5 @@ def _check_values(checkpoint: Checkpoint) -> None:
             bad.append(f"{name} ({note.strip()})")
         checkpoint.forget(name)
     if bad:
-        raise LlamaError(f"{checkpoint.path}: {len(bad)} weights are not finite: {some(bad)}")
+        raise LlamaError(f"{checkpoint.path}: {len(bad)} weights are not finite: {some(bad)}: fetch the files again")
     print(f"all {len(checkpoint.names())} weights are finite")

@@ -106,10 +106,11 @@ def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> C
         raise wrong(path, foreign(found or checkpoint.surplus), "the weights of a Llama model")
     if held < layers:
         raise LlamaError(
-            f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing"
+            f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing, "
+            f"fetch the files again"
         )
     if "tok_embeddings.weight" not in found:
-        raise LlamaError(f"{path}: 1 weight is missing: tok_embeddings.weight")
+        raise LlamaError(f"{path}: 1 weight is missing: tok_embeddings.weight; fetch the files again")
     vocab = checkpoint.params["vocab_size"]
     embedding = found["tok_embeddings.weight"].shape
     rows = embedding[0] if len(embedding) == 2 and (vocab < 1 or checkpoint.format == "meta") else vocab
@@ -118,7 +119,8 @@ def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> C
     try:
         compare(path, {name: entry.shape for name, entry in found.items()}, wanted)
     except LlamaError as error:
-        raise LlamaError(f"{error} (sizes from {source}; {checkpoint.shards} file(s) of weights)") from None
+        known = f"sizes from {source}; {checkpoint.shards} file(s) of weights"
+        raise LlamaError(f"{error} ({known}): fetch the files again") from None
     for name in wanted:
         if found[name].scales is None and found[name].dtype not in FLOATS:
             raise wrong(path, f"{name} is {found[name].dtype}", "float32, bfloat16 or float16")
@@ -193,6 +195,7 @@ def _scales_shape(codes: Tensor, scales: Tensor) -> tuple[int, ...]:
 
 
 def open_meta(folder: Path) -> Checkpoint:
+    """A folder of Meta's: params.json and one .pth for each rank it was cut for. Errors as in `open_checkpoint`."""
     params_path = folder / "params.json"
     if not params_path.exists():
         raise FileNotFoundError(f"{params_path.absolute()}: no such file; it holds the sizes of the model")
@@ -328,6 +331,7 @@ def _numbered(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def open_hf(folder: Path) -> Checkpoint:
+    """A Hugging Face folder of a plain Llama model: config.json, and safetensors or .bin files. Errors as above."""
     config_path = folder / "config.json"
     if not config_path.exists():
         raise FileNotFoundError(f"{config_path.absolute()}: no such file; it holds the sizes of the model")
@@ -365,6 +369,7 @@ def open_hf(folder: Path) -> Checkpoint:
 
 
 def open_llama2c(path: Path) -> Checkpoint:
+    """A file of llama2.c, version 0, 1 or 2. Errors as above."""
     header = llama2c.read_header(path)
     params = check_params(
         path,

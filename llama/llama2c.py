@@ -37,6 +37,7 @@ class Header:
 
     @property
     def start(self) -> int:
+        """The first byte behind the header."""
         return HEADER if self.version else 28
 
     @property

@@ -19,6 +19,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Weights and cache together."""
         return self.weights + self.kv_cache
 
 

@@ -53,6 +53,7 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim) to the same shape."""
         # cast before the weight: the other order changes a quarter of bfloat16 results
         return self._norm(x.float()).type_as(x) * self.weight
 
@@ -251,7 +252,10 @@ def _check_heads(dim: int, n_heads: int, n_kv_heads: int, ranks: int) -> None:
     if n_heads % n_kv_heads:
         raise LlamaError(f"n_heads={n_heads} is not divisible by n_kv_heads={n_kv_heads}")
     if n_heads % ranks:
-        raise LlamaError(f"n_heads={n_heads} is not divisible by the {ranks} ranks that share the model")
+        raise LlamaError(
+            f"n_heads={n_heads} is not divisible by the {ranks} ranks that share the model: "
+            f"start {math.gcd(n_heads, n_kv_heads, ranks)}"
+        )
     if n_kv_heads % ranks:
         raise LlamaError(
             f"n_kv_heads={n_kv_heads} is not divisible by the {ranks} ranks that share the model: "
@@ -283,6 +287,7 @@ class FeedForward(nn.Module):
         self.w3 = ColumnParallelLinear(dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (..., d) to the same shape."""
         gate, up = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -391,7 +396,7 @@ class Transformer(nn.Module):
             if first < 0 or span > self.params.max_seq_len:
                 raise LlamaError(
                     f"start_pos={start_pos.tolist()} with seqlen={seqlen} does not fit in "
-                    f"max_seq_len={self.params.max_seq_len}"
+                    f"max_seq_len={self.params.max_seq_len}: feed fewer tokens or build with a larger max_seq_len"
                 )
             for row in (start_pos == 0).nonzero()[:, 0].tolist():
                 self.clear_row(row, 0, self.params.max_seq_len)

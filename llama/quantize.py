@@ -5,7 +5,7 @@ so tensor by tensor. Kinds:
 
     int8          8 bits, one scale a row
     int4          4 bits, a scale and a zero for each group of 64 (32 where the row is no multiple of 64)
-    int8-dynamic  as int8, and each call's activations in 8 bits too (fbgemm): fastest, least exact
+    int8-dynamic  as int8, and each row of activations in 8 bits too (fbgemm): fastest, least exact
 
 With compile=True on a CPU weights that are not quantized become `Plain`: every value as it is, in oneDNN's order.
 Torch's own kernels do the multiplying; measurements and crossings are in docs/performance.md and docs/quantization.md.
@@ -13,7 +13,8 @@ Torch's own kernels do the multiplying; measurements and crossings are in docs/p
 
 import functools
 import warnings
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from torch import Tensor
 
 KINDS = ("int8", "int4", "int8-dynamic")
 GROUPS = (64, 32)
+PIECE = 1 << 20  # values that are quantized, or packed, at once
+TINY = torch.finfo(torch.bfloat16).tiny  # the least scale: rows of zeros have one too
 INT4_ROWS = 64  # torch's int4 layout is made of blocks of this many output rows
 
 
@@ -42,25 +45,55 @@ class Packed(Protocol):
 # ------------------------------------------------------------------- numbers: what files hold as well
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 (n, k) and scales float32 (n,): weight is about codes * scales[:, None], half a scale off at most."""
-    scales = (weight.abs().amax(1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
+Quantized: TypeAlias = tuple[Tensor, Tensor]  # codes and scales
+
+
+def _some_rows_at_a_time(quantize: Callable[[Tensor], Quantized]) -> Callable[[Tensor], Quantized]:
+    """What is made on the way is several times as large as the weight; this bounds it."""
+
+    @functools.wraps(quantize)
+    def in_pieces(weight: Tensor) -> Quantized:
+        rows = max(1, PIECE // weight.shape[1])
+        codes, scales = (one.new_empty(len(weight), *one.shape[1:]) for one in quantize(weight[:1]))
+        for start in range(0, len(weight), rows):
+            codes[start : start + rows], scales[start : start + rows] = quantize(weight[start : start + rows])
+        return codes, scales
+
+    return in_pieces
+
+
+@_some_rows_at_a_time
+def quantize_int8(weight: Tensor) -> Quantized:
+    """Codes int8 (n, k) and scales float32 (n,): weight is about codes * scales[:, None], half a scale off at most.
+
+    ValueError where the weight is not finite. Scales are bfloat16's numbers, since the kernel takes them as such.
+    """
+    scales = (weight.abs().amax(1).float() / 127).clamp(min=TINY).bfloat16().float()
+    _check_finite(scales)
     return (weight.float() / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
-def quantize_int4(weight: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+@_some_rows_at_a_time
+def quantize_int4(weight: Tensor) -> Quantized:
     """Codes uint8 (n, k / 2), the even column in the low four bits, and bfloat16 (n, k / group, 2): scale s, middle m.
 
     Values are (code - 8) s + m, as in torch's int4 kernels; s and m span each group from its least to its largest.
+    ValueError where a row cannot be grouped or the weight is not finite.
     """
     n, k = weight.shape
-    group = group or pick_group(k)
+    group = pick_group(k)
     grouped = weight.float().view(n, k // group, group)
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)  # (n, k / group, 1)
-    scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
+    scale = ((high - low) / 15).clamp(min=TINY).bfloat16()
     middle = (low + scale.float() * 8).bfloat16()
+    _check_finite(scale + middle)
     codes = ((grouped - middle.float()) / scale.float()).round_().add_(8).clamp_(0, 15).to(torch.uint8).view(n, k)
     return codes[:, ::2] | codes[:, 1::2] << 4, torch.cat([scale, middle], -1)
+
+
+def _check_finite(scales: Tensor) -> None:
+    if not scales.isfinite().all():  # codes would make a whole row or group of one such value
+        raise ValueError("it holds NaN or inf, or is too large: `python -m llama info --check CKPT` lists such weights")
 
 
 def pick_group(k: int) -> int:
@@ -131,6 +164,7 @@ class Int8:
     """8 bits a weight. Up to FEW rows the kernel reads the codes; for more, blocks are unpacked in the cache."""
 
     FEW = 8
+    STEP = 16  # columns the kernel reads at once: with other widths it would read beyond the row
     BLOCK = 1024  # rows of the weight; 4 MB of bfloat16 at k = 2,048
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
@@ -138,15 +172,15 @@ class Int8:
         self._codes, self._scales = codes, scales.bfloat16()
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1])  # (r, k): the kernels are made for bfloat16
+        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k): the kernels are made for bfloat16
         if x.device.type != "cpu":  # one fused kernel where compiled
             y = F.linear(rows, self._codes.to(torch.bfloat16)) * self._scales
-        elif len(rows) <= self.FEW:
+        elif len(rows) <= self.FEW and self.shape[1] % self.STEP == 0:
             y = torch.ops.aten._weight_int8pack_mm(rows, self._codes, self._scales)
         else:
             blocks = torch.split(self._codes, self.BLOCK)
             y = torch.cat([F.linear(rows, block.to(torch.bfloat16)) for block in blocks], -1).mul_(self._scales)
-        return y.view(*x.shape[:-1], -1).to(x.dtype)
+        return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def dense(self) -> Tensor:
         return dequantize(self._codes, self._scales)
@@ -162,45 +196,53 @@ class Int4:
         n, k = codes.shape[0], 2 * codes.shape[1]
         self.shape, self._group = (n, k), k // scales.shape[1]
         pad = -n % INT4_ROWS
-        values = F.pad(nibbles(codes), (0, 0, 0, pad))  # (n', k)
+        codes = F.pad(codes, (0, 0, 0, pad))  # (n', k / 2)
         self._scales = F.pad(scales, (0, 0, 0, 0, 0, pad)).transpose(0, 1).contiguous()  # (groups, n', 2)
         if codes.device.type == "cpu":
-            self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.int(), 2)
+            pack_some, rows = torch.ops.aten._convert_weight_to_int4pack_for_cpu, max(1, PIECE // k // INT4_ROWS)
+            pieces = torch.split(codes, rows * INT4_ROWS)  # one after another, as it wants four bytes for each value
+            self._codes = torch.cat([pack_some(nibbles(piece).int(), 2) for piece in pieces])
         else:
-            self._codes = torch.ops.aten._convert_weight_to_int4pack(values[:, ::2] << 4 | values[:, 1::2], 8)
-        self.nbytes = values.numel() // 2 + self._scales.numel() * 2
+            self._codes = torch.ops.aten._convert_weight_to_int4pack((codes & 15) << 4 | codes >> 4, 8)
+        self.nbytes = codes.numel() + self._scales.numel() * 2
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1])  # (r, k)
+        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k)
         if x.device.type != "cpu":
             y = torch.ops.aten._weight_int4pack_mm(rows, self._codes, self._group, self._scales)
         elif len(rows) <= self.FEW:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._scales)
         else:
             y = torch.cat([self._many(rows, first) for first in range(0, self._blocks, self.BLOCK)], -1)
-        return y[:, : self.shape[0]].reshape(*x.shape[:-1], -1).to(x.dtype)  # type: ignore[no-any-return]
+        return y[:, : self.shape[0]].reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
     @property
     def _blocks(self) -> int:
         return self._scales.shape[1] // INT4_ROWS
 
     def _unpack(self, first: int) -> Tensor:
-        """Blocks of 64 output rows from `first`, transposed: bfloat16 (blocks, k, 64), in the layout's order."""
+        """Blocks of 64 output rows from `first`, transposed: bfloat16 (k, blocks * 64), in the layout's order.
+
+        Long rows of equal scales first: torch's loops over 64 values would take twice the time.
+        """
         codes = self._codes.view(self._blocks, self.shape[1], INT4_ROWS // 2)[first : first + self.BLOCK]
-        values = torch.cat([codes & 15, codes >> 4], -1).to(torch.bfloat16).sub_(8)  # (blocks, k, 64)
-        scales = self._scales.view(-1, self._blocks, INT4_ROWS, 2)[:, first : first + self.BLOCK]
-        scales = scales[:, :, int4_order()].permute(1, 0, 3, 2)  # (blocks, groups, 2, 64)
-        grouped = values.view(len(codes), -1, self._group, INT4_ROWS)
-        return grouped.mul_(scales[:, :, :1]).add_(scales[:, :, 1:]).view(values.shape)
+        codes = codes.transpose(0, 1)  # (k, blocks, 32)
+        values = torch.stack([codes & 15, codes >> 4], 2).view(self.shape[1], -1).to(torch.bfloat16).sub_(8)
+        grouped = values.view(-1, self._group, values.shape[1])  # (groups, group, blocks * 64)
+        scales = self._scales.view(-1, self._blocks, INT4_ROWS, 2)[:, first : first + self.BLOCK, int4_order()]
+        scale, middle = scales.flatten(1, 2).permute(2, 0, 1).unsqueeze(2).contiguous()  # (groups, 1, blocks * 64) each
+        return torch.addcmul(middle, grouped, scale).view(values.shape)
+
+    def _ordered(self, y: Tensor) -> Tensor:
+        """The last axis, blocks * 64 in the layout's order, in that of the weight's rows."""
+        return y.view(*y.shape[:-1], -1, INT4_ROWS)[..., int4_order().argsort()].flatten(-2)
 
     def _many(self, rows: Tensor, first: int) -> Tensor:
-        products = torch.matmul(rows[None], self._unpack(first))  # (blocks, r, 64)
-        return products[:, :, int4_order().argsort()].transpose(0, 1).flatten(1)  # (r, blocks * 64)
+        return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, blocks * 64)
 
     def dense(self) -> Tensor:
-        parts = [self._unpack(first) for first in range(0, self._blocks, self.BLOCK)]
-        ordered = torch.cat(parts)[:, :, int4_order().argsort()]  # (blocks, k, 64)
-        return ordered.transpose(1, 2).reshape(-1, self.shape[1])[: self.shape[0]].float()
+        parts = [self._ordered(self._unpack(first)) for first in range(0, self._blocks, self.BLOCK)]
+        return torch.cat(parts, -1).T[: self.shape[0]].float().contiguous()
 
 
 @functools.cache
@@ -219,7 +261,11 @@ def int4_order() -> Tensor:
 
 
 class DynamicInt8:
-    """fbgemm: 8-bit weights, and activations rounded to 8 bits over each call's whole range."""
+    """fbgemm: 8-bit weights, and activations rounded to 8 bits, each row over its own range.
+
+    fbgemm knows one range a call; rows are brought to 1 before, so that none is rounded to another's range. Row by row
+    it also says NaN where a row has one, which fbgemm itself would pass over.
+    """
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         self.shape, self.nbytes = (codes.shape[0], codes.shape[1]), codes.numel() + 8 * scales.numel()
@@ -231,7 +277,9 @@ class DynamicInt8:
         self._reduce_range = not torch.cpu._is_vnni_supported()  # without VNNI the 16-bit sums would saturate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic(x.float(), self._packed, self._reduce_range).to(x.dtype)  # type: ignore[no-any-return]
+        sizes = x.abs().amax(-1, keepdim=True).float().clamp_(min=TINY)  # (..., 1)
+        y = torch.ops.quantized.linear_dynamic(x / sizes, self._packed, self._reduce_range)
+        return y.mul_(sizes).to(x.dtype)  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
         return self._packed.unpack()[0].dequantize()  # type: ignore[no-any-return]

@@ -96,6 +96,7 @@ class History:
         self.seen[torch.tensor(list(prompt), dtype=torch.long, device=device)] = True
 
     def add(self, token: int) -> None:
+        """Note one more id of the output."""
         self.counts[token] += 1
         self.seen[token] = True
 

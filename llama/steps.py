@@ -44,9 +44,11 @@ class Step(NamedTuple):
 
 
 class StopText(Protocol):
-    """Watches one row's text for a stop string: `seen(token)` says whether it is complete."""
+    """Watches one row's text for a stop string."""
 
-    def seen(self, token: int) -> bool: ...
+    def seen(self, token: int) -> bool:
+        """Take the row's next token; whether the stop string is complete."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class Row:
 
     @property
     def output(self) -> list[int]:
+        """The ids behind the prompt; the last may be a stop token."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def has_room(self) -> bool:
+        """Whether another token is to come."""
         return self.finish_reason is None and len(self.tokens) < self.limit
 
     def unscored(self, request: Request) -> bool:
@@ -143,6 +147,7 @@ def cache_rows(model: Transformer, first: int) -> Iterator[None]:
 
 
 def move_row(model: Transformer, source: int, target: int, end: int) -> None:
+    """Copy what one cache row holds at positions below `end` to another row, in every layer."""
     for attention in model.attentions():
         attention.cache_k[target, :end] = attention.cache_k[source, :end]
         attention.cache_v[target, :end] = attention.cache_v[source, :end]

@@ -56,5 +56,6 @@ class StopWatch:
         self._filter = StopFilter(stops)
 
     def seen(self, token: int) -> bool:
+        """Take the row's next token; whether a stop string is complete."""
         self._filter.put(self._decoder.put(token))
         return self._filter.found

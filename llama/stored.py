@@ -99,6 +99,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """That of the values, all parts together, unpacked."""
         shape = list(self.parts[0].shape)
         if shape:
             shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
@@ -116,10 +117,12 @@ class Entry:
 
     @property
     def dtype(self) -> torch.dtype:
+        """That of the values as `pieces` hands them out."""
         return self.parts[0].dtype if self.scales is None else torch.float32
 
     @property
     def stored_as_used(self) -> bool:
+        """Whether a model can compute with the mapped values as they lie."""
         return self.heads == 0 and self.scales is None
 
     def pieces(self, cut: int | None, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -218,7 +221,7 @@ class Checkpoint:
         if axis is not None:
             if shape[axis] % world or heads % world:
                 count = f"{heads} heads" if heads else f"size {shape[axis]} along axis {axis}"
-                raise LlamaError(f"{name}: {count} cannot be cut over {world} ranks")
+                raise LlamaError(f"{name}: {count} cannot be cut over {world} ranks: start a number that divides it")
             shape[axis] //= world
         return tuple(shape)
 
@@ -271,6 +274,7 @@ class Checkpoint:
 
 
 def some(names: Iterable[str], limit: int = 5) -> str:
+    """The first few names, and how many there are beside them, for a message."""
     listed = list(names)
     return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
 

@@ -15,7 +15,8 @@ from .conversation import Conversation
 from .errors import LlamaError
 from .generation import Llama
 
-DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo"
+_INSTALLED = Path(__file__).resolve().parent / "demo"
+DEMO = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "checkpoints" / "demo"
 
 _HELP = """/system TEXT  sets the system text, which goes before the first question; without TEXT there is none
 /reset        forgets the questions and answers, not the system text
@@ -36,6 +37,8 @@ def complete(
     seed: int | None = None,
     device: str | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
+    compile: bool = False,
 ) -> None:
     """Print a text and the model's continuation of it, as it comes.
 
@@ -52,8 +55,11 @@ def complete(
         seed: A number; the same one gives the same text again.
         device: cpu, cuda or mps; a GPU where there is one if not given.
         dtype: float32, bfloat16 or float16; what suits the device if not given.
+        quantize: int8, int4 or int8-dynamic, for weights in fewer bytes.
+        compile: Compile the decoding: slow to start, then faster.
     """
-    with _session(ckpt, tokenizer, max_seq_len, device, dtype) as generator:
+    build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile}
+    with _session(ckpt, tokenizer, max_seq_len, **build) as generator:
         text = parallel.broadcast_object((_piped() or "Once upon a time") if prompt is None else prompt)
         print(text, end="", flush=True)
         for piece in generator.stream_text(text, temperature, top_p, max_gen_len, seed=seed, keep_space=True):
@@ -74,6 +80,8 @@ def chat(
     speed: bool = False,
     device: str | None = None,
     dtype: str | None = None,
+    quantize: str | None = None,
+    compile: bool = False,
 ) -> None:
     """Talk with a chat model, line by line, at a terminal or through a pipe.
 
@@ -92,9 +100,12 @@ def chat(
         speed: Say after each answer how many tokens a second it took.
         device: cpu, cuda or mps; a GPU where there is one if not given.
         dtype: float32, bfloat16 or float16; what suits the device if not given.
+        quantize: int8, int4 or int8-dynamic, for weights in fewer bytes.
+        compile: Compile the decoding: slow to start, then faster.
     """
     week = 7 * 24 * 3600.0  # the other ranks wait while the user thinks
-    with _session(ckpt, tokenizer, max_seq_len, device, dtype, timeout=week) as generator:
+    build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "timeout": week}
+    with _session(ckpt, tokenizer, max_seq_len, **build) as generator:
         talk = Conversation(generator, system)
         for line in _lines():
             try:
@@ -110,19 +121,12 @@ def chat(
 
 
 @contextlib.contextmanager
-def _session(
-    ckpt: str | None,
-    tokenizer: str | None,
-    max_seq_len: int,
-    device: str | None,
-    dtype: str | None,
-    timeout: float | None = None,
-) -> Iterator[Llama]:
+def _session(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **build: Any) -> Iterator[Llama]:
     """The model for as long as somebody types and reads. Bytes that the terminal's encoding lacks are replaced."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     try:
-        with open_model(ckpt, tokenizer, max_seq_len, device, dtype, timeout) as generator:
+        with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
             yield generator
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has left, as `| head` does
@@ -130,20 +134,17 @@ def _session(
         sys.exit(141)  # as a shell reports it
 
 
-def open_model(
-    ckpt: str | None,
-    tokenizer: str | None,
-    max_seq_len: int,
-    device: str | None,
-    dtype: str | None,
-    timeout: float | None = None,
-) -> Llama:
-    """A generator of one row of the checkpoint, or of the demo model; stdout is left to the text."""
+def open_model(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **build: Any) -> Llama:
+    """A generator of one row of the checkpoint, or of the demo model; `build` goes to `Llama.build`. Stdout is left to
+    the text.
+    """
     if ckpt is None and not DEMO.exists():
-        raise LlamaError(f"the demo model is not at {DEMO} (it ships with the repository): pass --ckpt")
+        raise LlamaError(
+            f"the demo model, which ships with the package, is not at {DEMO}: install llama again, or pass --ckpt"
+        )
     stdout, sys.stdout = sys.stdout, sys.stderr  # for `build`'s report
     try:
-        return Llama.build(ckpt or str(DEMO), tokenizer, max_seq_len, 1, device=device, dtype=dtype, timeout=timeout)
+        return Llama.build(ckpt or str(DEMO), tokenizer, max_seq_len, 1, **build)
     finally:
         if sys.stdout is sys.stderr:  # else `build` has muted this rank
             sys.stdout = stdout

@@ -113,6 +113,7 @@ class StreamDecoder:
         self.lead = ""  # the space that `decode` drops, once the text has begun
 
     def put(self, token: int) -> str:
+        """Take the next id; the text that is certain by now, which may be none. Errors are those of `decode`."""
         window = [*self._window, token]
         text: str = self._tokenizer.decode(window)
         self._window = window  # only now: an id that cannot be decoded leaves no trace
@@ -121,6 +122,7 @@ class StreamDecoder:
         return self._give(text) if len(text) > self._given else ""
 
     def end(self) -> str:
+        """What was held back, now that no more ids come."""
         return self._give(self._tokenizer.decode(self._window)) if self._window else ""
 
     def _give(self, text: str) -> str:

@@ -50,12 +50,26 @@ def trace(
     device: str | None = None,
     dtype: str | None = None,
 ) -> None:
-    """Show one generation step by step: shapes, cache, candidates, draw; without --ckpt, with the demo model.
+    """Show one generation step by step: shapes, cache, candidates and their probabilities, the draw, the text so far.
 
-    --layer N adds what each attention head of that layer looks at. --html FILE also writes all of it, with pictures, as
-    a page that needs no network (with the last layer's attention, where --layer names none).
+    For example: python -m llama trace --prompt "One day, Mia" --tokens 4 --html trace.html
+
+    Args:
+        prompt: The text to continue, in quotes.
+        tokens: Steps, which draw a token each.
+        ckpt: The checkpoint, a folder or a file; the demo model if not given.
+        tokenizer: The tokenizer's file; the one beside the checkpoint if not given.
+        layer: Add what each attention head of this layer, from 0 up, looks at.
+        html: Also write all of it, with pictures, to this file: a page that needs no network (with the attention of the
+            last layer where none is named).
+        temperature: How freely the model chooses; 0 always takes the likeliest token.
+        top_p: Choose among the likeliest tokens that together are this probable.
+        seed: A number; the same one draws the same tokens again. With None the draw cannot be shown.
+        max_seq_len: Tokens that prompt and continuation may have together.
+        device: cpu, cuda or mps; a GPU where there is one if not given.
+        dtype: float32, bfloat16 or float16; what suits the device if not given.
     """
-    with open_model(ckpt, tokenizer, max_seq_len, device, dtype) as generator:
+    with open_model(ckpt, tokenizer, max_seq_len, device=device, dtype=dtype) as generator:
         ids = generator.tokenizer.encode(str(prompt), bos=True, eos=False)
         settings = Sampling(temperature, top_p, seed=seed)
         _check(generator, len(ids), tokens, layer, html)
@@ -118,6 +132,7 @@ def quote(text: str) -> str:
 
 
 def prompt_lines(found: Trace) -> Iterator[str]:
+    """The model in two lines, and the prompt as a table of positions, ids and pieces."""
     yield f"\nMODEL   {found.model[0]}\n        {found.model[1]}"
     prompt = f"PROMPT  {quote(found.prompt)}: {len(found.ids)} tokens (the first, BOS, begins every text)"
     yield textwrap.fill(prompt, WIDTH, subsequent_indent=" " * 8) + "\n"
