@@ -121,6 +121,7 @@ class StaticDecoder:
 
             step.__code__ = step.__code__.replace()  # torch keeps its results by code object, at most eight for each
             self._compiled[rows] = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _no_guards})
+            logger.warning("compiling the decode step for %d row(s): once, 10 to 60 s on most machines", rows)
             try:
                 self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
             except RuntimeError as error:

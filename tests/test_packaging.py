@@ -153,3 +153,36 @@ def test_the_readmes_program_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.chdir(ROOT)
     exec(compile(code, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.split()) > 10
+
+
+def _import_table() -> dict[str, set[str]]:
+    """Module to modules, as CONTRIBUTING.md has it."""
+    table: dict[str, set[str]] = {}
+    for names, imports in re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M):
+        allowed = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", imports))) - {"nothing"}
+        table |= dict.fromkeys(re.findall(r"\w+", names), allowed)
+    return table
+
+
+def _imports(path: Path) -> set[str]:
+    text = path.read_text("utf-8")
+    listed = [
+        name.split()[0] for line in re.findall(r"^\s*from \. import (.+)$", text, re.M) for name in line.split(",")
+    ]
+    return set(listed) | set(re.findall(r"^\s*from \.(\w+) import", text, re.M))
+
+
+def test_modules_import_what_the_table_allows() -> None:
+    table = _import_table()
+    for path in sorted((ROOT / "llama").glob("*.py")):
+        if path.stem != "__init__":
+            assert _imports(path) == table[path.stem] & _imports(path), f"{path.stem}: {_imports(path)}"
+            assert path.stem in table
+
+
+def test_the_import_table_has_no_circle() -> None:
+    table, placed = _import_table(), set[str]()
+    while len(placed) < len(table):
+        free = {name for name, needs in table.items() if name not in placed and needs & set(table) <= placed}
+        assert free, f"in a circle: {sorted(set(table) - placed)}"
+        placed |= free
