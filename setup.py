@@ -3,8 +3,19 @@
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
+
+
+class BuildWithDemo(build_py):
+    """Puts the demo model into the package, so that `python -m llama complete` has one wherever it is installed."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # there it is found in the checkout
+            self.copy_tree(str(here / "checkpoints" / "demo"), str(Path(self.build_lib, "llama", "demo")))
+
 
 setup(
     name="llama",
@@ -15,7 +26,9 @@ setup(
     license="MIT",
     python_requires=">=3.10",
     packages=["llama"],
+    package_dir={"": "."},  # said aloud, an editable install is a plain path, which type checkers can follow
     package_data={"llama": ["py.typed", "*.html"]},
+    cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
         "dev": [

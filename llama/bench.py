@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
+        """Of decoding, all rows together."""
         return self.batch / self.step
 
 
@@ -152,6 +153,7 @@ def prefill_flops(model: Any, batch: int, prompt: int) -> int:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was asked to; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -212,6 +214,7 @@ def one_trial(generator: Llama, batch: int, prompt: int, tokens: int) -> tuple[f
 
 
 def summarize(batch: int, prompt: int, trials: list[tuple[float, float]]) -> Speed:
+    """The median of what `one_trial` measured several times."""
     steps = [step for _, step in trials]
     prefill = statistics.median(first for first, _ in trials)
     return Speed(batch, prompt, prefill, statistics.median(steps), max(steps) / min(steps))
@@ -242,13 +245,20 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What a figure is worth nothing without."""
     return {
         "torch": torch.__version__,
-        "llama": version("llama"),
+        "llama": _version(),
         "python": sys.version.split()[0],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "commit": _commit(),
         "command": " ".join(sys.argv),
     }
+
+
+def _version() -> str:
+    try:
+        return version("llama")
+    except PackageNotFoundError:  # a checkout on the path
+        return "not installed"
 
 
 def _processor() -> str:
@@ -283,15 +293,28 @@ def bench(
     quantize: str | None = None,
     compile: bool = False,
 ) -> None:
-    """Measure prefill and decode of random weights of a SHAPE (15m, 110m, 1b, 7b, 13b, 70b-of-8) or of a CKPT.
+    """Measure prefill and decode: a table for people, then one line of JSON.
 
-    A table for people, then one line of JSON. --batches 1,16 measures those numbers of rows.
+    For example: python -m llama bench --shape 110m --batches 1,16 --dtype bfloat16
+
+    Args:
+        shape: The sizes of a model with random weights: 15m, 110m, 1b, 7b, 13b or 70b-of-8 (one rank's share).
+        ckpt: A checkpoint to measure instead, a folder or a file.
+        batches: Numbers of rows to measure, with commas between them.
+        prompt: Tokens of each row's prompt.
+        tokens: Tokens that each row generates, at least 2.
+        trials: Runs of each, of which the median counts.
+        dtype: float32, bfloat16 or float16; what suits the device if not given.
+        device: cpu, cuda or mps; a GPU where there is one if not given.
+        quantize: int8, int4 or int8-dynamic, for weights in fewer bytes.
+        compile: Compile the decoding.
     """
     place = parallel.pick_device(device)
     kind = parallel.pick_dtype(dtype, place)
     rows = _numbers(batches)
-    if tokens < 2 or trials < 1 or prompt < 1:
-        raise LlamaError(f"prompt={prompt} and trials={trials} must be at least 1, tokens={tokens} at least 2")
+    for name, value, least in (("prompt", prompt, 1), ("trials", trials, 1), ("tokens", tokens, 2)):
+        if type(value) is not int or value < least:
+            raise LlamaError(f"{name}={value!r} must be a whole number of at least {least}")
     if quantize is not None and quantize not in KINDS:
         raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(KINDS)} or None")
     with _generator(shape, ckpt, prompt + tokens, max(rows), place, kind, quantize, compile) as generator:
@@ -378,6 +401,7 @@ def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, tria
 
 
 def print_table(report: dict[str, Any]) -> None:
+    """What `measure` and `machine` found, for people."""
     form = report["quantize"] or report["dtype"]
     print(f"{report['shape']}, {form}{', compiled' if report['compile'] else ''}, {report['device']}, ", end="")
     print(f"{report['threads']} threads, torch {report['torch']}, commit {report['commit']}")

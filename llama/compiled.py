@@ -125,7 +125,7 @@ class StaticDecoder:
             try:
                 self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
             except RuntimeError as error:
-                reason = str(error).strip().partition("\n")[0]
+                reason = " ".join(str(error).split())
                 logger.warning("compile=True: torch could not compile, so decoding is not compiled: %.300s", reason)
                 self._compiled[rows] = step
         return self._compiled[rows]

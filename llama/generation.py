@@ -117,8 +117,9 @@ class Options(TypedDict, total=False):
 class Llama:
     """A model and a tokenizer, made to complete text.
 
-    `build` makes one from a checkpoint; `Llama(model, tokenizer)` from parts of your own: the model needs `.params` and
-    `.forward(tokens, start_pos)`, no more.
+    `build` makes one from a checkpoint, to be closed, as `with` does; `Llama(model, tokenizer)` one from parts of your
+    own: the model needs `.params` and `.forward(tokens, start_pos)`, no more. A caller's mistake is a LlamaError, after
+    which the object works on.
     """
 
     _groups: parallel.ProcessGroups | None = None
@@ -566,7 +567,7 @@ class Llama:
     ) -> list[dict[str, Any]]:
         """How likely texts (or token lists) are: per prompt "tokens", "logprobs" (natural, the first 0.0) and "sum".
 
-        `prefill_chunk` here and below: positions fed at once, which bounds the memory of long prompts.
+        `prefill_chunk` as in `Options`. LlamaError for what cannot be a prompt.
         """
         encoded = self._encode_all(prompts)
         tokens, logprobs = self.generate(
@@ -584,6 +585,7 @@ class Llama:
         """What the model holds of each prompt's tokens: per prompt a tensor (layers, seqlen, dim) in the model's dtype.
 
         `layers` names blocks from 0 up; -1 is after the final norm. None is every block and the final norm.
+        `prefill_chunk` as in `Options`. LlamaError for a layer or prompt that cannot be.
         """
         prompts, chunk = self._check_prompts(prompt_tokens), _check_chunk(prefill_chunk)
         n_layers, size = self.model.params.n_layers, self.model.params.max_batch_size
@@ -602,7 +604,10 @@ class Llama:
     def embed(
         self, texts: Sequence[str | list[int]], pooling: str = "mean", *, prefill_chunk: int = Request.prefill_chunk
     ) -> Tensor:
-        """One float32 vector (dim) per text, stacked: the mean, or the last, of its tokens' final normed states."""
+        """One float32 vector per text, stacked (texts, dim): the mean, or the last, of its tokens' final normed states.
+
+        `prefill_chunk` as in `Options`. LlamaError for another `pooling` than "mean" and "last".
+        """
         if pooling not in ("mean", "last"):
             raise LlamaError(f"pooling={pooling!r} must be 'mean' or 'last'")
         found = self.hidden_states(self._encode_all(texts), layers=[-1], prefill_chunk=prefill_chunk)
@@ -734,5 +739,5 @@ def _find_tokenizer(tokenizer_path: str | None, stored: "checkpoints.Checkpoint"
     if tokenizer_path:
         return Path(tokenizer_path)
     if stored.tokenizer_path is None:
-        raise FileNotFoundError(f"no tokenizer.model beside {stored.path}: pass tokenizer_path")
+        raise FileNotFoundError(f"no tokenizer.model beside {stored.path}: pass tokenizer_path (--tokenizer)")
     return Path(stored.tokenizer_path)

@@ -14,6 +14,7 @@ A weight matrix ``W`` (out x in) is cut over the ranks of the model-parallel gro
 import contextlib
 import datetime
 import io
+import math
 import os
 import sys
 import threading
@@ -112,8 +113,15 @@ def all_or_none(doing: str) -> Iterator[None]:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """CUDA if there is one, else the CPU; ``cuda`` without an index is the GPU numbered LOCAL_RANK."""
-    chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    """CUDA if there is one, else the CPU; ``cuda`` without an index is the GPU numbered LOCAL_RANK. LlamaError for a
+    device that is not there.
+    """
+    try:
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError):  # torch's message lists two dozen
+        raise LlamaError(f"device={device!r} is none that torch knows: take 'cpu', 'cuda', 'cuda:N' or 'mps'") from None
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no Apple GPU; use device='cpu'")
     if chosen.type != "cuda":
         return chosen
     if not torch.cuda.is_available():
@@ -135,7 +143,7 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
         return torch.float16 if device.type == "mps" else torch.float32
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in (torch.float32, torch.bfloat16, torch.float16):
-        raise LlamaError(f"dtype={dtype!r} is not one of 'float32', 'bfloat16', 'float16'")
+        raise LlamaError(f"dtype={dtype!r} must be one of float32, bfloat16, float16 or None")
     return chosen
 
 
@@ -301,7 +309,9 @@ def _meet(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
 def _part(total: int, what: str) -> int:
     ranks = world_size()
     if total % ranks:
-        raise LlamaError(f"{what}={total} is not divisible by the {ranks} ranks that share the model")
+        raise LlamaError(
+            f"{what}={total} is not divisible by the {ranks} ranks that share the model: start {math.gcd(total, ranks)}"
+        )
     return total // ranks
 
 
@@ -338,6 +348,7 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
         self.register_parameter("bias", None)
 
     def forward(self, input_: Tensor) -> Tensor:
+        """The whole input (..., in_features) to the output as described above."""
         if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
             return _times(self, input_)
         output = _times(self, copy_to_model_parallel_region(input_))
@@ -363,6 +374,7 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
         self.register_parameter("bias", None)
 
     def forward(self, input_: Tensor) -> Tensor:
+        """The input as described above to the whole output (..., out_features), the same on every rank."""
         if world_size() == 1:
             return _times(self, input_)
         local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
@@ -383,5 +395,6 @@ class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
         self.weight = nn.Parameter(torch.empty(num_embeddings, self.embedding_dim_per_partition))
 
     def forward(self, input_: Tensor) -> Tensor:
+        """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""
         local = F.embedding(input_, self.weight)
         return local if world_size() == 1 else gather_from_model_parallel_region(local)

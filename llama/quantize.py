@@ -134,6 +134,7 @@ class Plain:
         return torch.ops.mkldnn._linear_pointwise(x, self._blocked, None, "none", [], "")  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
+        """As `Packed.dense`."""
         return self._blocked.to_dense()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -157,6 +158,7 @@ class Part:
         return self.whole(x)[..., self._rows]
 
     def dense(self) -> Tensor:
+        """As `Packed.dense`."""
         return self.whole.dense()[self._rows]
 
 
@@ -183,6 +185,7 @@ class Int8:
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def dense(self) -> Tensor:
+        """As `Packed.dense`."""
         return dequantize(self._codes, self._scales)
 
 
@@ -241,6 +244,7 @@ class Int4:
         return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, blocks * 64)
 
     def dense(self) -> Tensor:
+        """As `Packed.dense`."""
         parts = [self._ordered(self._unpack(first)) for first in range(0, self._blocks, self.BLOCK)]
         return torch.cat(parts, -1).T[: self.shape[0]].float().contiguous()
 
@@ -277,11 +281,14 @@ class DynamicInt8:
         self._reduce_range = not torch.cpu._is_vnni_supported()  # without VNNI the 16-bit sums would saturate
 
     def __call__(self, x: Tensor) -> Tensor:
-        sizes = x.abs().amax(-1, keepdim=True).float().clamp_(min=TINY)  # (..., 1)
-        y = torch.ops.quantized.linear_dynamic(x / sizes, self._packed, self._reduce_range)
-        return y.mul_(sizes).to(x.dtype)  # type: ignore[no-any-return]
+        rows = x.reshape(-1, self.shape[1])  # (r, k)
+        sizes = rows.abs().amax(-1, keepdim=True).float().clamp_(min=TINY)  # (r, 1)
+        scaled = (rows / sizes).nan_to_num_()  # a NaN comes back with its row's size
+        y = torch.ops.quantized.linear_dynamic(scaled, self._packed, self._reduce_range)
+        return y.mul_(sizes).view(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
+        """As `Packed.dense`."""
         return self._packed.unpack()[0].dequantize()  # type: ignore[no-any-return]
 
 

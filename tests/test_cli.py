@@ -199,7 +199,7 @@ def test_texts_reach_a_command_as_they_were_typed() -> None:
             assert repr(text) in arguments(COMMANDS, ["chat", *argv])[-1]
     plain = ["chat", "--seed", "1", "--temperature=0.5", "--nospeed", "--speed"]
     assert arguments(COMMANDS, plain) == plain
-    assert arguments(COMMANDS, ["chat", "-c", "a,b"]) == ["chat", "-c", "'a,b'"]
+    assert arguments(COMMANDS, ["chat", "-q", "a,b"]) == ["chat", "-q", "'a,b'"]
     for untouched in ([], ["--help"], ["nothing", "a,b"], ["chat", "a", "--help"], ["chat", "--", "--trace"]):
         assert arguments(COMMANDS, untouched) == untouched
 

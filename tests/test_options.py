@@ -176,13 +176,13 @@ def test_states_and_embeddings_ignore_padding(generator: Llama) -> None:
     together = generator.hidden_states(prompts)
     for prompt, state in zip(prompts, together):
         assert state.shape == (3, len(prompt), 64)
-        torch.testing.assert_close(state, generator.hidden_states([prompt])[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(state, generator.hidden_states([prompt])[0], atol=1e-4, rtol=1e-4)
     logits = generator.model.output(together[0][-1])
     torch.testing.assert_close(logits, generator.model(torch.tensor(prompts[:1]), 0)[0], atol=1e-4, rtol=1e-4)
     texts = ["rain", "the cold night"]
     for pooling in ("mean", "last"):
         both = generator.embed(texts, pooling=pooling)
-        torch.testing.assert_close(both[1:], generator.embed(texts[1:], pooling=pooling), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(both[1:], generator.embed(texts[1:], pooling=pooling), atol=1e-4, rtol=1e-4)
     with pytest.raises(LlamaError, match="layers names 2"):
         generator.hidden_states(prompts, layers=[2])
 
