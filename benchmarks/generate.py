@@ -225,7 +225,9 @@ def quality(generator: Llama, reference: Llama, texts: list[Text], prompts: list
         chosen = generator.model.forward(torch.tensor([prompt + greedy]), 0)[0].argmax(-1).tolist()
         agreed += sum(a == b for a, b in zip(chosen[len(prompt) - 1 :], greedy, strict=False))
         compared += len(greedy)
-        free += next((n for n, (a, b) in enumerate(zip(greedy, mine, strict=False)) if a != b), len(greedy))
+        free += next(
+            (n for n, (a, b) in enumerate(zip(greedy, mine, strict=False)) if a != b), min(len(greedy), len(mine))
+        )
     count = sums["tokens"]
     return {
         "loss": sums["loss"] / count,

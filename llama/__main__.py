@@ -1,5 +1,6 @@
 """python -m llama {complete, chat, trace, convert, info, bench}; `--help` behind each of them says what it takes."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,12 +26,16 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 def main() -> None:
     """The command line; a mistake is one line on stderr and exit status 1."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no UTF-8
+        if stream is not None:  # closed by who started us
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no UTF-8
     try:
         fire.Fire(_COMMANDS, command=arguments(_COMMANDS, sys.argv[1:]), name="llama")
     except (LlamaError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except BrokenPipeError:  # the reader has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
+        sys.exit(141)  # as a shell reports it
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -113,7 +113,7 @@ def random_model(
 
 @contextlib.contextmanager
 def _cut_for(ranks: int) -> Iterator[None]:
-    """Layers made within are one rank's share of `ranks`; nothing is sent anywhere, as they run alone afterwards."""
+    """Layers made within are one rank's share of `ranks` (in every thread); they run alone, so nothing is sent."""
     before = parallel.world_size
     parallel.world_size = architecture.world_size = lambda: ranks  # type: ignore[attr-defined]
     try:
@@ -348,7 +348,11 @@ def _generator(
 ) -> Llama:
     """The generator that is asked for, with its process group."""
     if ckpt is not None:
-        return Llama.build(ckpt, None, window, rows, device=device, dtype=dtype, quantize=quantize, compile=compile)
+        generator = Llama.build(
+            ckpt, None, window, rows, device=device, dtype=dtype, quantize=quantize, compile=compile
+        )
+        generator.tokenizer = NoTokenizer()  # a stop token would end a row early, and its steps are counted
+        return generator
     groups = parallel.set_up(None, device, None, None)
     try:
         generator = random_model(shape, device, dtype, window, rows, quantize, compile)
@@ -420,5 +424,5 @@ def print_table(report: dict[str, Any]) -> None:
     single = next((row["step_s"] for row in report["batches"] if row["batch"] == 1), None)
     share = f", {alone / single:.0%} of the step of one row" if single else ""
     print(f"matrices alone {alone * 1e3:.2f} ms a token{share}; first run {report['first_run_s']:.1f} s", end="")
-    print(f" (of it compiling {report['compile_s']:.1f} s)" if report["compile"] else "", end="")
+    print(f"; compiling {report['compile_s']:.1f} s, all numbers of rows" if report["compile"] else "", end="")
     print(f"; peak memory {gigabytes(report['peak_bytes'])}")

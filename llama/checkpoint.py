@@ -95,7 +95,7 @@ def load(
     On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
     With `form` (see quantize.py) the parallel layers get their `packed` form on `device` instead of a weight, one after
     another; the rest of the model, made on the CPU, moves there. LlamaError names missing and misshapen weights, before
-    anything is changed; a log line names surplus ones.
+    anything is changed, and what cannot be packed when it is met; a log line names surplus ones.
     """
     if checkpoint.taken:  # another model writes to those pages when it is trained: map them anew
         checkpoint = open_checkpoint(checkpoint.path)

@@ -5,7 +5,7 @@
 
 On CUDA every number of rows and reach (256, 512, 1024 ..) is also captured as a CUDA graph. On a CPU the weights are
 reordered for oneDNN, wq, wk and wv as one and w1 and w3 as one, and are taken over thereby: their layers' `weight` is
-None and hooks on those five stay silent. Any hook or patch brings back the published schedule, uncompiled.
+None and hooks on those five may stay silent. Any hook or patch brings back the published schedule, uncompiled.
 """
 
 import functools
@@ -22,7 +22,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .errors import LlamaError
 from .model import Transformer
+from .parallel import rank, world_size
 from .quantize import Packed, Part, Plain
 
 REACH, GRAPH_REACH = 64, 256
@@ -66,16 +68,27 @@ class StaticDecoder:
     def __init__(self, model: Transformer) -> None:
         self.model = model
         self.seconds = 0.0  # spent on the first run of each shape
-        self._device = model.tok_embeddings.weight.device
+        weight = model.tok_embeddings.weight
+        self._device, self._dtype = weight.device, weight.dtype
         self._turns = torch.view_as_real(model.freqs_cis).to(self._device)  # (2 max_seq_len, k/2, 2)
         for attention in model.attentions():
             attention.match_cache(model.tok_embeddings.weight)
         self._compiled: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}  # by rows
         self._captured: dict[tuple[int, int], _Graph] = {}  # CUDA graphs by rows and reach
 
+    def _check(self) -> None:
+        """LlamaError where the model was cast or moved since: what is compiled and packed stays as it was made."""
+        weight = self.model.tok_embeddings.weight
+        if (weight.device, weight.dtype) != (self._device, self._dtype):
+            raise LlamaError(
+                f"the model is {weight.dtype} on {weight.device} now, but was compiled as {self._dtype} on "
+                f"{self._device}: pass dtype and device to build"
+            )
+
     @torch.no_grad()
     def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
         """Feed each cache row's token at its position; float32 logits (n, v)."""
+        self._check()
         rows, reach = self._bucket(len(tokens), max(positions) + 1)
         fill = [0] * (rows - len(tokens))
         ids = torch.tensor(tokens + fill, device=self._device)
@@ -120,14 +133,16 @@ class StaticDecoder:
                 return self._step(ids, places, positions)
 
             step.__code__ = step.__code__.replace()  # torch keeps its results by code object, at most eight for each
-            self._compiled[rows] = torch.compile(step, fullgraph=True, options={"guard_filter_fn": _no_guards})
+            options: dict[str, Any] = {"guard_filter_fn": _no_guards}
+            compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(step, fullgraph=True, options=options)
             logger.warning("compiling the decode step for %d row(s): once, 10 to 60 s on most machines", rows)
             try:
-                self._compiled[rows](ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
-            except RuntimeError as error:
+                compiled(ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
+            except (RuntimeError, OSError) as error:  # OSError: no place for the compiler's files
                 reason = " ".join(str(error).split())
                 logger.warning("compile=True: torch could not compile, so decoding is not compiled: %.300s", reason)
-                self._compiled[rows] = step
+                compiled = step
+            self._compiled[rows] = compiled  # not before: an interrupted run has compiled nothing
         return self._compiled[rows]
 
     def _step(self, ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:
@@ -174,6 +189,10 @@ def compile_model(model: Transformer) -> StaticDecoder | None:
     device = model.tok_embeddings.weight.device
     if device.type == "cpu":
         take_over(model)
+        if world_size() > 1:  # FairScale's layers cannot be traced
+            if rank() == 0:
+                logger.warning("compile=True: on several CPU ranks weights are reordered, decoding is not compiled")
+            return None
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
         if shutil.which(compiler) is None:
             logger.warning("compile=True finds no C++ compiler: install %s; decoding is not compiled", compiler)

@@ -107,6 +107,8 @@ def convert(
     if quantize is not None and (quantize not in ("int8", "int4") or to != "meta" or shards != 1):
         raise LlamaError(f"quantize={quantize!r} must be int8 or int4, with to='meta' and shards=1")
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst))
+    if quantize and checkpoint.quantized:
+        raise LlamaError(f"quantize={quantize!r}, but {src} holds {checkpoint.quantized}: quantize the original")
     _check_target(checkpoint, target, force)
     _check_shards(checkpoint, "shards", shards)
     kind = torch.float32 if to == "llama2c" else DTYPES[dtype] if dtype else None

@@ -247,12 +247,14 @@ class Checkpoint:
         return self.entries["layers.0.attention.wq.weight"].form
 
     def codes(self, name: str, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-        """This rank's codes and scales of a quantized weight. LlamaError where the cut would go through a group."""
+        """This rank's codes and scales of a quantized weight. ValueError where the cut would go through a group."""
         entry, axis = self.entries[name], kind_of(name).axis
         codes, scales = entry.parts[0], entry.scales
         assert scales is not None and axis is not None
         if axis == 1 and entry.form == "int4" and scales.shape[1] % world:
-            raise LlamaError(f"{name}: {scales.shape[1]} groups of int4 cannot be cut over {world} ranks: take int8")
+            raise ValueError(
+                f"{scales.shape[1]} groups of int4 cannot be cut over {world} ranks: start fewer, or use int8"
+            )
         codes = codes.chunk(world, axis)[rank].contiguous()
         if axis == 0 or entry.form == "int4":  # a row's one scale in int8 goes with every part of the row
             scales = scales.chunk(world, axis)[rank].contiguous()

@@ -15,6 +15,8 @@ from helpers_rank_options import QUESTION
 from llama.chat import UNSAFE_ERROR
 from llama.terminal import complete
 
+pytestmark = pytest.mark.slow  # two ranks of their own: ten seconds
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
