@@ -167,25 +167,33 @@ def _merge(path: Path, name: str, parts: list[Tensor], dim: int) -> Entry:
     return Entry(parts, axis)
 
 
+CODES = (torch.int8, torch.uint8)  # of int8 and int4
+
+
 def _take_scales(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Take out X.scales, which `convert --quantize` writes beside the codes in X.weight, by the weight's key."""
     names = [name for name in shards[0] if name.endswith(".scales")]
     if names and len(shards) > 1:
         raise wrong(folder, f"quantized weights in {len(shards)} files", "one file")
     taken = {name.removesuffix("scales") + "weight": shards[0].pop(name) for name in names}
+    expected = "int8 or int4 as convert --quantize writes"
     for name, scales in taken.items():
-        codes = shards[0].get(name)
+        codes = shards[0].get(name) if _split([name])[0] else None
         if codes is None or scales.shape != _scales_shape(codes, scales):
             what = "nothing" if codes is None else f"{codes.dtype} {tuple(codes.shape)}"
-            raise wrong(
-                folder, f"{name}: scales {tuple(scales.shape)} beside {what}", "int8 or int4 as quantize.py writes"
-            )
+            raise wrong(folder, f"{name}: scales {scales.dtype} {tuple(scales.shape)} beside {what}", expected)
+    bare = [name for name in _split(shards[0])[0] if shards[0][name].dtype in CODES and name not in taken]
+    if bare:
+        kinds = "float32, bfloat16 or float16, or scales beside it as convert --quantize writes them"
+        raise wrong(folder, f"{some(bare)} is {shards[0][bare[0]].dtype}", kinds)
+    if len({shards[0][name].dtype for name in taken}) > 1:
+        raise wrong(folder, "weights in int8 and weights in int4", "one form")
     return taken
 
 
 def _scales_shape(codes: Tensor, scales: Tensor) -> tuple[int, ...]:
     """The shape that scales beside these codes must have."""
-    if codes.ndim != 2 or codes.dtype not in (torch.int8, torch.uint8):
+    if codes.ndim != 2 or codes.dtype not in CODES or not scales.is_floating_point():
         return ()
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     if codes.dtype == torch.int8:
@@ -220,7 +228,8 @@ def open_meta(folder: Path) -> Checkpoint:
         name: _merge(folder, name, [shard[name] for shard in shards if name in shard], params["dim"]) for name in known
     }
     for name, values in scales.items():
-        found[name].scales = values
+        entry = found[name]
+        entry.scales, entry.form = values, "int4" if entry.parts[0].dtype == torch.uint8 else "int8"
     context = context if type(context) is int and context > 0 else None
     checkpoint = Checkpoint(folder, "meta", params, {}, files, context, surplus=surplus)
     checkpoint.mapped = all(mapped for _, mapped in contents)

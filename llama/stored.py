@@ -95,7 +95,8 @@ class Entry:
     parts: list[Tensor]
     axis: int = 0
     heads: int = 0  # above 0: rows are in Hugging Face's pair order, for this many heads
-    scales: Tensor | None = None  # parts are int8, with one of these per group of consecutive values; or see `form`
+    scales: Tensor | None = None  # parts are codes: of `form`, else int8 with a scale per group of consecutive values
+    form: str | None = None  # "int8" or "int4": codes and scales as quantize.py makes them
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,15 +106,6 @@ class Entry:
             shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
             shape[-1] *= 1 + (self.form == "int4")
         return tuple(shape)
-
-    @property
-    def form(self) -> str | None:
-        """ "int8" or "int4" where the values are codes as quantize.py makes them."""
-        if self.scales is None or self.parts[0].ndim != 2:
-            return None
-        if self.parts[0].dtype == torch.uint8:
-            return "int4"
-        return "int8" if self.scales.shape == self.parts[0].shape[:1] else None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -18,7 +18,7 @@ from helpers import GOLDEN, ROOT, near, random_ids
 from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer, quantize
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import load, open_checkpoint
 from llama.convert import convert, info
 from llama.memory import check_memory, memory_estimate
 from llama.quantize import KINDS, Int4, dequantize, pack, pack_codes, quantize_int4, quantize_int8
@@ -364,6 +364,19 @@ def test_an_int8_file_serves_int8_dynamic(files: Path) -> None:
             assert torch.equal(packed.dense(), stored.read(name))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_get_their_part_of_the_codes(files: Path, form: str) -> None:
+    """Side by side they are the whole; int4 is not cut within a group (128 columns are two)."""
+    stored = open_checkpoint(files / form)
+    for name, axis in (("wq", 0), ("wk", 0), ("wo", 1)):
+        key = f"layers.1.attention.{name}.weight"
+        parts = [dequantize(*stored.codes(key, rank, 2)) for rank in range(2)]
+        assert torch.equal(torch.cat(parts, axis), stored.read(key))
+    if form == "int4":
+        with pytest.raises(ValueError, match=r"2 groups of int4 cannot be cut over 4 ranks: start fewer"):
+            stored.codes("layers.1.attention.wo.weight", 0, 4)
+
+
 @pytest.mark.parametrize(("form", "asked"), [("int8", "int4"), ("int4", "int8"), ("int4", "int8-dynamic")])
 def test_a_contradiction_is_refused(files: Path, form: str, asked: str) -> None:
     with (
@@ -396,6 +409,31 @@ def test_info_tells_the_form(files: Path, form: str, capsys: pytest.CaptureFixtu
     assert abs(said / held - 1) < 0.03
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_are_not_quantized_again(files: Path, form: str, tmp_path: Path) -> None:
+    for asked in FORMS:
+        with pytest.raises(LlamaError, match=f"quantize='{asked}', but .* holds {form}: quantize the original"):
+            convert(str(files / form), str(tmp_path / "new"), "meta", quantize=asked)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_llama2c_groups_are_not_taken_for_rows(tmp_path: Path, group: int) -> None:
+    """Where a group is as long as a row the file looks like int8 of ours; it is unpacked, exactly, as ever."""
+    weights = checkpoint_files.weights()
+    stored = open_checkpoint(checkpoint_files.write_llama2c(tmp_path / "model.bin", weights, version=2, group=group))
+    assert stored.quantized is None
+    for form in (None, "int8", "int4"):
+        model = Transformer(ModelArgs(**stored.params, max_seq_len=8, max_batch_size=1))
+        load(model, stored, form=form, device=torch.device("cpu"))
+        layer = model.layers[0].attention.wq
+        exact = stored.read("layers.0.attention.wq.weight")
+        if form is None:
+            assert torch.equal(layer.weight, exact)
+        else:
+            assert torch.equal(layer.packed.dense(), pack(exact, form).dense())
+
+
 def test_what_convert_refuses(files: Path, tmp_path: Path) -> None:
     for wrong in ({"quantize": "int3"}, {"quantize": "int8-dynamic"}, {"quantize": "int8", "shards": 2}):
         with pytest.raises(LlamaError, match="must be int8 or int4, with to='meta' and shards=1"):
@@ -403,6 +441,12 @@ def test_what_convert_refuses(files: Path, tmp_path: Path) -> None:
     with pytest.raises(LlamaError, match="with to='meta'"):
         convert(str(files / "original"), str(tmp_path / "new"), "hf", quantize="int8")
     assert not list(tmp_path.iterdir())
+
+
+def other_form(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """wq's codes and scales as int4 where they are int8, as int8 where they are int4."""
+    codes, scales = tensors[WQ + "weight"], tensors[WQ + "scales"]
+    return (quantize_int4 if codes.dtype == torch.int8 else quantize_int8)(dequantize(codes, scales))
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -414,6 +458,8 @@ BROKEN: list[tuple[str, Change]] = [
     ("beside a norm", lambda t: t.update({"norm.scales": torch.ones(128)})),
     ("beside the embedding", lambda t: t.update({"tok_embeddings.scales": torch.ones(360)})),
     ("beside nothing", lambda t: t.update({"another.scales": torch.ones(128)})),
+    ("whole numbers", lambda t: t.update({WQ + "scales": t[WQ + "scales"].int()})),
+    ("another form", lambda t: t.update(zip((WQ + "weight", WQ + "scales"), other_form(t), strict=True))),
     ("codes of another type", lambda t: t.update({WQ + "weight": t[WQ + "weight"].short()})),
 ]
 
@@ -431,8 +477,9 @@ def edited(folder: Path, target: Path, change: Change) -> Path:
 def test_wrong_scales_are_refused(files: Path, tmp_path: Path, form: str, what: str, change: Change) -> None:
     with pytest.raises(LlamaError) as caught:
         open_checkpoint(edited(files / form, tmp_path / "edited", change))
-    name = {"beside a norm": "norm", "beside the embedding": "tok_embeddings", "beside nothing": "another"}
-    assert name.get(what, WQ.removesuffix(".")) in str(caught.value)
+    named = {"beside a norm": "norm", "beside the embedding": "tok_embeddings", "beside nothing": "another"}
+    named |= {"another form": "weights in int8 and weights in int4", "missing": "or scales beside it"}
+    assert named.get(what, WQ.removesuffix(".")) in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -555,4 +602,4 @@ def test_two_ranks(files: Path, tmp_path: Path) -> None:
             assert torch.equal(torch.cat([rank[kind, form][1][name] for rank in ranks], axis), whole), name
     for rank in ranks:
         name, message = rank["narrow"]
-        assert name == "LlamaError" and "1 groups of int4 cannot be cut over 2 ranks: take int8" in message
+        assert name == "LlamaError" and "1 groups of int4 cannot be cut over 2 ranks" in message
