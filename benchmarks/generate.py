@@ -13,6 +13,8 @@ compile) are taken here too. Weights are random; the last line is JSON.
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from llama.bench import (
     one_trial,
     random_model,
     read_rate,
+    row_counts,
     step_at,
     step_bytes,
 )
@@ -103,6 +106,21 @@ def twin_trial(twin: Any, batch: int, prompt: int, tokens: int) -> tuple[float, 
 # -------------------------------------------------------------------------------------------- comparing
 
 
+Trial = Callable[[int], tuple[float, float]]  # tokens to seconds of prefill and of a step
+
+
+def in_turn(contenders: dict[str, Trial], tokens: int, trials: int) -> dict[str, tuple[float, float]]:
+    """The medians of several trials of each, A B A B; the first round, of three tokens, does not count."""
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for trial in range(trials + 1):
+        for name, run in contenders.items():
+            runs[name].append(run(tokens if trial else 3))
+    return {
+        name: (statistics.median(first for first, _ in found[1:]), statistics.median(step for _, step in found[1:]))
+        for name, found in runs.items()
+    }
+
+
 def versus(
     shape: str, dtype: torch.dtype, batches: list[int], prompt: int, tokens: int, trials: int, compile: bool
 ) -> dict[str, Any]:
@@ -116,17 +134,9 @@ def versus(
         contenders["compiled"] = random_model(shape, device, dtype, window, max(batches), compile=True)
     rows = []
     for batch in batches:
-        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in [*contenders, *twins]}
-        for trial in range(trials + 1):  # the first does not count
-            for name, generator in contenders.items():
-                found = one_trial(generator, batch, prompt, tokens if trial else 3)
-                runs[name].append(found)
-            for name, twin in twins.items():
-                runs[name].append(twin_trial(twin, batch, prompt, tokens if trial else 3))
-        middle = {
-            name: tuple(statistics.median(run[part] for run in found[1:]) for part in (0, 1))
-            for name, found in runs.items()
-        }
+        runs: dict[str, Trial] = {n: partial(one_trial, one, batch, prompt) for n, one in contenders.items()}
+        runs |= {n: partial(twin_trial, twin, batch, prompt) for n, twin in twins.items()}
+        middle = in_turn(runs, tokens, trials)
         best = tuple(min(middle[name][part] for name in twins) for part in (0, 1))
         for name in contenders:
             first, step = middle[name]
@@ -181,13 +191,9 @@ def versus_forms(
             makers[name] = random_model(shape, device, dtype, window, max(batches), form, compile=True)
     rows = []
     for batch in batches:
-        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in makers}
-        for trial in range(trials + 1):
-            for name, generator in makers.items():
-                runs[name].append(one_trial(generator, batch, prompt, tokens if trial else 3))
-        base = [statistics.median(run[part] for run in runs["as stored"][1:]) for part in (0, 1)]
-        for name, found in runs.items():
-            first, step = (statistics.median(run[part] for run in found[1:]) for part in (0, 1))
+        middle = in_turn({n: partial(one_trial, one, batch, prompt) for n, one in makers.items()}, tokens, trials)
+        base = middle["as stored"]
+        for name, (first, step) in middle.items():
             rows.append({"form": name, "batch": batch, "prefill_s": first, "step_s": step})
             print(f"{shape} {name:<22} rows {batch:>3}  prompt {prompt}: prefill {first * 1e3:8.1f} ms", end="")
             print(f" ({base[0] / first:.2f} x), step {step * 1e3:7.2f} ms ({base[1] / step:.2f} x)", flush=True)
@@ -357,9 +363,10 @@ def main(
         report = all_quality()
     elif quick or compare:
         groups = parallel.set_up(None, torch.device("cpu"), None, None)
-        listed = [batches] if isinstance(batches, int) else [int(n) for n in batches]
         against = versus_forms if compare == "forms" else versus
-        report = check_quickly() if quick else against(shape, kind, listed, prompt, tokens, trials, compile)
+        report = (
+            check_quickly() if quick else against(shape, kind, row_counts(batches), prompt, tokens, trials, compile)
+        )
         groups.close()
     elif plot:
         groups = parallel.set_up(None, torch.device("cpu"), None, None)

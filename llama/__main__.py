@@ -1,6 +1,5 @@
 """python -m llama {complete, chat, trace, convert, info, bench}; `--help` behind each of them says what it takes."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ import fire  # type: ignore[import-untyped]
 from .bench import bench
 from .convert import convert, info
 from .errors import LlamaError
-from .terminal import arguments, chat, complete
+from .terminal import arguments, chat, complete, reader_may_leave
 from .trace import trace
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
@@ -29,13 +28,11 @@ def main() -> None:
         if stream is not None:  # closed by who started us
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no UTF-8
     try:
-        fire.Fire(_COMMANDS, command=arguments(_COMMANDS, sys.argv[1:]), name="llama")
+        with reader_may_leave():
+            fire.Fire(_COMMANDS, command=arguments(_COMMANDS, sys.argv[1:]), name="llama")
     except (LlamaError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:  # the reader has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
-        sys.exit(141)  # as a shell reports it
     except KeyboardInterrupt:
         sys.exit(130)
 

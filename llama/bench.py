@@ -27,10 +27,10 @@ from . import model as architecture
 from . import parallel
 from .compiled import compile_model
 from .errors import LlamaError
-from .generation import Llama
+from .generation import Llama, defaults, pick_form
 from .memory import check_memory, gigabytes
 from .model import ModelArgs, Transformer
-from .quantize import KINDS, pack
+from .quantize import pack
 
 # name: dim, layers, heads, kv heads, multiple_of, ffn_dim_multiplier (which give the usual width)
 SHAPES: dict[str, tuple[int, int, int, int, int, float | None]] = {
@@ -87,15 +87,12 @@ def random_model(
     )
     ranks = 8 if shape == "70b-of-8" else parallel.world_size()
     check_memory(args, device, dtype, ranks, form)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("cpu") if form else device:  # as in `build`: what will be packed is never touched
-            with _cut_for(ranks):
-                model = Transformer(args)
-            model.tok_embeddings = parallel.ParallelEmbedding(VOCABULARY, dim)  # whole, where ranks are pretended
-    finally:
-        torch.set_default_dtype(before)
+    with defaults(
+        torch.device("cpu") if form else device, dtype
+    ):  # as in `build`: what will be packed is never touched
+        with _cut_for(ranks):
+            model = Transformer(args)
+        model.tok_embeddings = parallel.ParallelEmbedding(VOCABULARY, dim)  # whole, where ranks are pretended
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -130,10 +127,9 @@ def _noise(like: Tensor, device: torch.device) -> Tensor:
 
 def step_bytes(model: Any, batch: int, position: int) -> int:
     """Bytes that one decode step must read: all weights but the embedding, and every row's cache before `position`."""
-    layers = [module for module in model.modules() if hasattr(type(module), "packed")]
     weights = sum(
         layer.packed.nbytes if layer.packed is not None else layer.weight.numel() * layer.weight.itemsize
-        for layer in layers
+        for _, layer in parallel.linear_layers(model)
     )
     cache = model.layers[0].attention.cache_k
     return int(weights + 2 * model.n_layers * batch * position * cache[0, 0].numel() * cache.itemsize)
@@ -141,8 +137,8 @@ def step_bytes(model: Any, batch: int, position: int) -> int:
 
 def prefill_flops(model: Any, batch: int, prompt: int) -> int:
     """Operations of a prefill: two a weight and token (the head: once a row), and the attention's two products."""
-    layers = [module for module in model.modules() if hasattr(type(module), "packed")]
-    sizes = [layer.packed.shape if layer.packed is not None else layer.weight.shape for layer in layers]
+    layers = parallel.linear_layers(model)
+    sizes = [layer.packed.shape if layer.packed is not None else layer.weight.shape for _, layer in layers]
     head = 2 * sizes[-1][0] * sizes[-1][1]
     body = sum(2 * n * k for n, k in sizes) - head
     attention = 2 * prompt * prompt * model.layers[0].attention.n_local_heads * model.layers[0].attention.head_dim
@@ -190,9 +186,7 @@ def matrices_alone(model: Any, product: Callable[[Any, Tensor], Tensor] | None =
     """Seconds in which one row goes through all the model's matrices and nothing else; as the layers do it."""
     like = model.tok_embeddings.weight
     work: dict[int, tuple[Callable[[Tensor], Tensor], Tensor]] = {}
-    for layer in model.modules():
-        if not hasattr(type(layer), "packed"):
-            continue
+    for _, layer in parallel.linear_layers(model):
         multiply: Any = functools.partial(product, layer) if product else layer
         if layer.packed is not None and product is None:
             multiply = getattr(layer.packed, "whole", layer.packed)  # wq, wk and wv may be one
@@ -311,12 +305,11 @@ def bench(
     """
     place = parallel.pick_device(device)
     kind = parallel.pick_dtype(dtype, place)
-    rows = _numbers(batches)
+    rows = row_counts(batches)
     for name, value, least in (("prompt", prompt, 1), ("trials", trials, 1), ("tokens", tokens, 2)):
         if type(value) is not int or value < least:
             raise LlamaError(f"{name}={value!r} must be a whole number of at least {least}")
-    if quantize is not None and quantize not in KINDS:
-        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(KINDS)} or None")
+    pick_form(quantize, None)
     with _generator(shape, ckpt, prompt + tokens, max(rows), place, kind, quantize, compile) as generator:
         report = measure(generator, rows, prompt, tokens, trials)
         report |= {"shape": ckpt or shape, "dtype": str(kind).removeprefix("torch."), "quantize": quantize}
@@ -325,7 +318,8 @@ def bench(
     print(json.dumps(report))
 
 
-def _numbers(batches: str | int | Iterable[int]) -> list[int]:
+def row_counts(batches: str | int | Iterable[int]) -> list[int]:
+    """`batches` as a list; LlamaError where it holds anything but numbers of rows."""
     listed = batches.split(",") if isinstance(batches, str) else [batches] if isinstance(batches, int) else batches
     try:
         numbers = [int(number) for number in listed]

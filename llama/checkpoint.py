@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from .errors import LlamaError
 from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
 from .memory import check_memory, memory_estimate
+from .parallel import linear_layers
 from .quantize import Packed, pack, pack_codes
 from .stored import Checkpoint, compare, some
 from .tensorfile import read_head, read_pth, wrong
@@ -107,7 +107,8 @@ def load(
         logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(surplus), some(surplus))
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
-        for name, layer in _packable(model) if form else ():
+        for layer_name, layer in linear_layers(model) if form else ():
+            name = f"{layer_name}.weight"
             weight = parameters.pop(name)
             layer.packed = _pack_one(name, checkpoint, rank, world, str(form), device)
             layer.register_parameter("weight", None)
@@ -119,11 +120,6 @@ def load(
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
     for parameter in parameters.values() if device is not None else ():
         parameter.data = parameter.data.to(device)
-
-
-def _packable(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that can hold a packed weight, each with the key of its weight."""
-    return [(f"{name}.weight", layer) for name, layer in model.named_modules() if hasattr(type(layer), "packed")]
 
 
 def _pack_one(

@@ -674,7 +674,7 @@ def _refused(logprobs: bool, options: Options) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """New tensors have this device and dtype within; torch's defaults are as before afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -707,9 +707,9 @@ def _load(
             f"{stored.path} embeds {rows} tokens, but the tokenizer has {tokenizer.n_words}: "
             f"give the tokenizer that belongs to this checkpoint"
         )
-    form = _pick_form(quantize, stored.quantized)
+    form = pick_form(quantize, stored.quantized)
     checkpoints.check_memory(args, device, dtype, parallel.world_size(), form)
-    with _defaults(torch.device("cpu") if form else device, dtype):  # weights that will be packed are never touched
+    with defaults(torch.device("cpu") if form else device, dtype):  # weights that will be packed are never touched
         model = Transformer(args)
     checkpoints.load(
         model,
@@ -726,7 +726,7 @@ def _load(
     return generator
 
 
-def _pick_form(quantize: str | None, stored: str | None) -> str | None:
+def pick_form(quantize: str | None, stored: str | None) -> str | None:
     """The form of the layers' weights: what is asked for, else what the file holds; None: as they are."""
     if quantize is not None and quantize not in KINDS:
         raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(KINDS)} or None")

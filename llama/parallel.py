@@ -381,6 +381,12 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
         return reduce_from_model_parallel_region(_times(self, local))  # type: ignore[no-any-return]
 
 
+def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that may hold a `packed` weight, by name, in the order of the model's `state_dict`."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
 class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
     """FairScale's layer without its full master weight; cut along the embedding dimension, as Llama 2's files are.
 

@@ -121,17 +121,24 @@ def chat(
 
 
 @contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Within, a reader of our stdout that leaves, as `| head` does, ends the program without a word."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
+        sys.exit(141)  # as a shell reports it
+
+
+@contextlib.contextmanager
 def _session(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **build: Any) -> Iterator[Llama]:
     """The model for as long as somebody types and reads. Bytes that the terminal's encoding lacks are replaced."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    try:
-        with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
-            yield generator
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at the end
-        sys.exit(141)  # as a shell reports it
+    with reader_may_leave(), open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
+        yield generator
 
 
 def open_model(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **build: Any) -> Llama:
