@@ -105,7 +105,9 @@ def convert(
     if not isinstance(shards, int) or shards < 1 or (shards > 1 and to != "meta"):
         raise LlamaError(f"shards={shards!r} must be 1 or more, and 1 unless to='meta'")
     if quantize is not None and (quantize not in ("int8", "int4") or to != "meta" or shards != 1):
-        raise LlamaError(f"quantize={quantize!r} must be int8 or int4, with to='meta' and shards=1")
+        raise LlamaError(
+            f"quantize={quantize!r} must be int8 or int4, with to='meta' and shards=1; got to={to!r}, shards={shards}"
+        )
     checkpoint, target = open_checkpoint(str(src)), Path(str(dst))
     if quantize and checkpoint.quantized:
         raise LlamaError(f"quantize={quantize!r}, but {src} holds {checkpoint.quantized}: quantize the original")
