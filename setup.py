@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
@@ -25,9 +25,9 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.10",
-    packages=["llama"],
+    packages=find_packages(include=["llama", "llama.*"]),
     package_dir={"": "."},  # said aloud, an editable install is a plain path, which type checkers can follow
-    package_data={"llama": ["py.typed", "*.html"]},
+    package_data={"llama": ["py.typed", "cli/*.html"]},
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={

@@ -22,8 +22,11 @@ import fire
 import torch
 import torch.nn.functional as F
 
-from llama import Llama, parallel
-from llama.bench import (
+from llama import Llama
+from llama import distributed as parallel
+from llama.checkpoint.convert import DTYPES
+from llama.checkpoint.stored import pairs_to_halves
+from llama.cli.bench import (
     machine,
     matrices_alone,
     one_trial,
@@ -33,8 +36,6 @@ from llama.bench import (
     step_at,
     step_bytes,
 )
-from llama.convert import DTYPES
-from llama.stored import to_halves
 
 RESULTS = Path(__file__).resolve().parent / "results"
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,8 +65,8 @@ def transformers_twin(model: Any, attention: str) -> Any:
         twin = LlamaForCausalLM(config)
     twin.model.rotary_emb = type(twin.model.rotary_emb)(config)  # its table has to be real
     names = {
-        "self_attn.q_proj": lambda b: to_halves(b.attention.wq.weight, args.n_heads),
-        "self_attn.k_proj": lambda b: to_halves(b.attention.wk.weight, args.n_kv_heads or args.n_heads),
+        "self_attn.q_proj": lambda b: pairs_to_halves(b.attention.wq.weight, args.n_heads),
+        "self_attn.k_proj": lambda b: pairs_to_halves(b.attention.wk.weight, args.n_kv_heads or args.n_heads),
         "self_attn.v_proj": lambda b: b.attention.wv.weight,
         "self_attn.o_proj": lambda b: b.attention.wo.weight,
         "mlp.gate_proj": lambda b: b.feed_forward.w1.weight,
@@ -172,7 +173,7 @@ def versus(
             print(f"{share:.0%} of the {reading / 1e9:.1f} GB/s that memory is read at")
     report["mv_alone_s"] = matrices_alone(ours.model, lambda layer, x: torch.mv(layer.weight, x[0]))
     print(f"torch.mv through the same weights alone: {report['mv_alone_s'] * 1e3:.2f} ms")
-    report["compile_s"] = contenders["compiled"]._decoder.seconds if compile else 0.0
+    report["compile_s"] = contenders["compiled"].decoder.seconds if compile else 0.0
     if compile:
         print(f"compiling took {report['compile_s']:.1f} s")
     return report
@@ -183,18 +184,20 @@ def versus_forms(
 ) -> dict[str, Any]:
     """Our own forms of the same shape in turn; ratios are to the unquantized one, which is never compiled."""
     device, window = torch.device("cpu"), prompt + tokens
-    forms = (None, "int8", "int4", "int8-dynamic")
-    makers = {form or "as stored": random_model(shape, device, dtype, window, max(batches), form) for form in forms}
+    schemes = (None, "int8", "int4", "int8-dynamic")
+    makers = {
+        scheme or "as stored": random_model(shape, device, dtype, window, max(batches), scheme) for scheme in schemes
+    }
     if compile:
-        for form in forms:
-            name = f"{form or 'as stored'} compiled"
-            makers[name] = random_model(shape, device, dtype, window, max(batches), form, compile=True)
+        for scheme in schemes:
+            name = f"{scheme or 'as stored'} compiled"
+            makers[name] = random_model(shape, device, dtype, window, max(batches), scheme, compile=True)
     rows = []
     for batch in batches:
         middle = in_turn({n: partial(one_trial, one, batch, prompt) for n, one in makers.items()}, tokens, trials)
         base = middle["as stored"]
         for name, (first, step) in middle.items():
-            rows.append({"form": name, "batch": batch, "prefill_s": first, "step_s": step})
+            rows.append({"scheme": name, "batch": batch, "prefill_s": first, "step_s": step})
             print(f"{shape} {name:<22} rows {batch:>3}  prompt {prompt}: prefill {first * 1e3:8.1f} ms", end="")
             print(f" ({base[0] / first:.2f} x), step {step * 1e3:7.2f} ms ({base[1] / step:.2f} x)", flush=True)
     alone = {name: matrices_alone(generator.model) for name, generator in makers.items()}
@@ -260,7 +263,7 @@ def held_out_texts(tokenizer: Any) -> list[Text]:
 
 
 def all_quality(shape: str = "1b") -> dict[str, Any]:
-    """A table of what each form costs: on the demo model, and on random weights of a shape."""
+    """A table of what each scheme costs: on the demo model, and on random weights of a shape."""
     report: dict[str, Any] = {}
     demo = str(ROOT / "checkpoints" / "demo")
     build = {"ckpt_dir": demo, "tokenizer_path": None, "max_seq_len": 512, "max_batch_size": 1}
@@ -269,18 +272,18 @@ def all_quality(shape: str = "1b") -> dict[str, Any]:
         prompts = [
             reference.tokenizer.encode(text, bos=True, eos=False) for text in ("Once upon a time", "Lily", "One day")
         ]
-        for form in ("int8", "int4", "int8-dynamic"):
-            with Llama.build(**build, dtype="bfloat16", quantize=form) as generator:
-                report[f"demo {form}"] = quality(generator, reference, texts, prompts)
-    groups = parallel.set_up(None, torch.device("cpu"), None, None)
+        for scheme in ("int8", "int4", "int8-dynamic"):
+            with Llama.build(**build, dtype="bfloat16", quantize=scheme) as generator:
+                report[f"demo {scheme}"] = quality(generator, reference, texts, prompts)
+    groups = parallel.initialize_groups(None, torch.device("cpu"), None, None)
     draw = torch.Generator().manual_seed(3)
     texts = [([1], torch.randint(3, 32000, (64,), generator=draw).tolist()) for _ in range(4)]
     torch.manual_seed(7)
     reference = random_model(shape, torch.device("cpu"), torch.bfloat16, 300, 1)
-    for form in ("int8", "int4", "int8-dynamic"):
+    for scheme in ("int8", "int4", "int8-dynamic"):
         torch.manual_seed(7)
-        generator = random_model(shape, torch.device("cpu"), torch.bfloat16, 300, 1, form)
-        report[f"random {shape} {form}"] = quality(generator, reference, texts, [[1, *texts[0][1][:7]]])
+        generator = random_model(shape, torch.device("cpu"), torch.bfloat16, 300, 1, scheme)
+        report[f"random {shape} {scheme}"] = quality(generator, reference, texts, [[1, *texts[0][1][:7]]])
         del generator
     groups.close()
     print(f"{'':<24} {'loss':>8} {'change':>8} {'KL':>9} {'agree':>7} {'free run':>9}")
@@ -362,14 +365,14 @@ def main(
     if quality:
         report = all_quality()
     elif quick or compare:
-        groups = parallel.set_up(None, torch.device("cpu"), None, None)
+        groups = parallel.initialize_groups(None, torch.device("cpu"), None, None)
         against = versus_forms if compare == "forms" else versus
         report = (
             check_quickly() if quick else against(shape, kind, row_counts(batches), prompt, tokens, trials, compile)
         )
         groups.close()
     elif plot:
-        groups = parallel.set_up(None, torch.device("cpu"), None, None)
+        groups = parallel.initialize_groups(None, torch.device("cpu"), None, None)
         report = draw(plot, shape, kind, compile)
         groups.close()
     else:

@@ -1,6 +1,6 @@
 """The demo model on another device against the CPU in float32: python benchmarks/gpu_check.py --device cuda
 
-Logits of one prompt must be near (by dtype and form), and in float32 the greedy tokens of uneven prompts the same.
+Logits of one prompt must be near (by dtype and scheme), and in float32 the greedy tokens of uneven prompts the same.
 """
 
 import sys
@@ -36,8 +36,8 @@ def decoded(generator: Llama, prompts: list[list[int]], steps: list[list[int]]) 
     found = []
     for number, tokens_now in enumerate(steps):
         positions = [len(prompt) + number for prompt in prompts]
-        if generator._decoder is not None:
-            logits = generator._decoder(tokens_now, positions)
+        if generator.decoder is not None:
+            logits = generator.decoder(tokens_now, positions)
         else:
             ids = torch.tensor(tokens_now)[:, None]
             logits = generator.model.forward(ids, torch.tensor(positions))[:, -1]
@@ -46,7 +46,7 @@ def decoded(generator: Llama, prompts: list[list[int]], steps: list[list[int]]) 
 
 
 def _prefill_row(generator: Llama, tokens: torch.Tensor, row: int) -> None:
-    from llama.steps import cache_rows
+    from llama.engine.schedule import cache_rows
 
     model: Any = generator.model
     with cache_rows(model, row):

@@ -14,11 +14,11 @@ At a shell: python -m llama {complete, chat, trace, convert, info, bench}.
 """
 
 from .chat import encode_dialog
-from .conversation import Conversation
 from .errors import LlamaError
 from .generation import Dialog, Llama, Step
 from .model import ModelArgs, Transformer
-from .serving import serve
+from .serving.conversation import Conversation
+from .serving.ranks import serve
 from .tokenizer import Tokenizer
 
 __all__ = [

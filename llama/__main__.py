@@ -6,11 +6,11 @@ from typing import Any
 
 import fire  # type: ignore[import-untyped]
 
-from .bench import bench
-from .convert import convert, info
+from .checkpoint.convert import convert, info
+from .cli.bench import bench
+from .cli.terminal import arguments, chat, complete, reader_may_leave
+from .cli.trace import trace
 from .errors import LlamaError
-from .terminal import arguments, chat, complete, reader_may_leave
-from .trace import trace
 
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "complete": complete,

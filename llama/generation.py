@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import index as as_int
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict
 
@@ -17,7 +16,7 @@ from tqdm import tqdm
 from typing_extensions import NotRequired, Self, Unpack
 
 from . import checkpoint as checkpoints
-from . import parallel
+from . import distributed as parallel
 from .chat import (
     B_INST,
     B_SYS,
@@ -33,15 +32,13 @@ from .chat import (
     fit_dialog,
     is_unsafe,
 )
-from .compiled import StaticDecoder, compile_model
+from .engine.cache import CacheLock
+from .engine.compiled import StaticDecoder, compile_model
+from .engine.sampling import Sampling, sample_top_p
+from .engine.schedule import Decoding, Request, Step
+from .engine.stops import StopFilter, StopWatch, check_stops
 from .errors import LlamaError
-from .model import ModelArgs, Transformer
-from .quantize import KINDS
-from .sampling import Sampling, sample_top_p
-from .steps import Decoding, Request, Step
-from .stops import StopFilter, StopWatch, check_stops
 from .tokenizer import StreamDecoder, Tokenizer
-from .turn import Turn
 
 __all__ = [
     "B_INST",
@@ -123,7 +120,6 @@ class Llama:
     """
 
     _groups: parallel.ProcessGroups | None = None
-    _decoder: StaticDecoder | None = None
 
     @staticmethod
     def build(
@@ -152,13 +148,21 @@ class Llama:
         """
         start = time.time()
         place = parallel.pick_device(device)
-        groups = parallel.set_up(model_parallel_size, place, backend, timeout)
+        groups = parallel.initialize_groups(model_parallel_size, place, backend, timeout)
         try:
-            with parallel.all_or_none("loading"):
-                sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
-                generator = _load(
-                    ckpt_dir, tokenizer_path, sizes, place, parallel.pick_dtype(dtype, place), quantize, compile
+            with parallel.raise_on_all_ranks("loading"):
+                stored = checkpoints.open_checkpoint(ckpt_dir)
+                tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(stored)))
+                model = checkpoints.load_model(
+                    stored,
+                    vocab_size=tokenizer.n_words,
+                    max_seq_len=max_seq_len,
+                    max_batch_size=max_batch_size,
+                    device=place,
+                    dtype=parallel.pick_dtype(dtype, place),
+                    quantize=quantize,
                 )
+                generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None)
         except BaseException:
             groups.close()
             raise
@@ -167,9 +171,10 @@ class Llama:
         print(f"Loaded in {time.time() - start:.2f} seconds")
         return generator
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, decoder: StaticDecoder | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.decoder = decoder  # decodes in compiled static shapes (engine/compiled.py)
 
     def close(self) -> None:
         """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
@@ -217,7 +222,7 @@ class Llama:
         decoding = self.decoding(
             prompt_tokens, max_gen_len, temperature, top_p, logprobs, echo and logprobs, options=options
         )
-        with Turn.of(self).take(), tqdm(total=len(decoding.rows), disable=not progress, unit="prompt") as bar:
+        with CacheLock.of(self).take(), tqdm(total=len(decoding.rows), disable=not progress, unit="prompt") as bar:
             for step in decoding.steps():
                 bar.update(step.finish_reason is not None)
         return self._results(decoding, logprobs, echo, details)
@@ -251,13 +256,13 @@ class Llama:
         """One call's checked prompts and settings, ready to run."""
         prompts = self._check_prompts(prompt_tokens)
         request = self._request(prompts, max_gen_len, temperature, top_p, logprobs, score_prompt, options)
-        return Decoding(self.model, prompts, request, self._decoder)
+        return Decoding(self.model, prompts, request, self.decoder)
 
     def run(self, decoding: Decoding, reuse: bool = False) -> Iterator[Step]:
         """The steps of a decoding, while nobody else may use the cache. `reuse` skips the part of a single prompt that
         the last stream left in the cache, provided nobody but this class has touched it since.
         """
-        turn = Turn.of(self)
+        turn = CacheLock.of(self)
         with turn.take(streaming=True) as cached:
             if reuse:
                 decoding.reuse(cached)
@@ -596,7 +601,7 @@ class Llama:
                     f"layers names {layer}; blocks go from 0 to {n_layers - 1}, -1 is after the final norm"
                 )
         found: list[Tensor] = []
-        with Turn.of(self).take():
+        with CacheLock.of(self).take():
             for first in range(0, len(prompts), size):
                 found += _watch_layers(self.model, prompts[first : first + size], wanted, chunk)
         return found
@@ -668,76 +673,3 @@ def _refused(logprobs: bool, options: Options) -> dict[str, Any]:
     if options.get("details"):
         answer |= {"finish_reason": "refused", "prompt_tokens": 0, "completion_tokens": 0}
     return answer
-
-
-# ---------------------------------------------------------------------------------------- building
-
-
-@contextlib.contextmanager
-def defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have this device and dtype within; torch's defaults are as before afterwards."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _load(
-    ckpt_dir: str,
-    tokenizer_path: str | None,
-    sizes: dict[str, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None,
-    compile: bool,
-) -> Llama:
-    """This rank's part of the checkpoint in a new model, with its tokenizer."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise LlamaError(f"{name}={value!r} must be a whole number of at least 1")
-    stored = checkpoints.open_checkpoint(ckpt_dir)
-    tokenizer = Tokenizer(str(_find_tokenizer(tokenizer_path, stored)))
-    args = ModelArgs(**{**stored.params, **sizes, "vocab_size": tokenizer.n_words})
-    rows = stored.shape("tok_embeddings.weight")[0]
-    if rows != tokenizer.n_words:
-        raise LlamaError(
-            f"{stored.path} embeds {rows} tokens, but the tokenizer has {tokenizer.n_words}: "
-            f"give the tokenizer that belongs to this checkpoint"
-        )
-    form = pick_form(quantize, stored.quantized)
-    checkpoints.check_memory(args, device, dtype, parallel.world_size(), form)
-    with defaults(torch.device("cpu") if form else device, dtype):  # weights that will be packed are never touched
-        model = Transformer(args)
-    checkpoints.load(
-        model,
-        stored,
-        rank=parallel.rank(),
-        world=parallel.world_size(),
-        progress=parallel.rank() == 0,
-        form=form,
-        device=device if form else None,
-    )
-    generator = Llama(model, tokenizer)
-    if compile:
-        generator._decoder = compile_model(model)
-    return generator
-
-
-def pick_form(quantize: str | None, stored: str | None) -> str | None:
-    """The form of the layers' weights: what is asked for, else what the file holds; None: as they are."""
-    if quantize is not None and quantize not in KINDS:
-        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(KINDS)} or None")
-    if quantize is not None and stored is not None and not quantize.startswith(stored):
-        raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
-    return quantize or stored
-
-
-def _find_tokenizer(tokenizer_path: str | None, stored: "checkpoints.Checkpoint") -> Path:
-    if tokenizer_path:
-        return Path(tokenizer_path)
-    if stored.tokenizer_path is None:
-        raise FileNotFoundError(f"no tokenizer.model beside {stored.path}: pass tokenizer_path (--tokenizer)")
-    return Path(stored.tokenizer_path)

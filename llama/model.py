@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, world_size
 from .errors import LlamaError
-from .parallel import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, world_size
 
 # What a block is told about who sees whom: None (everyone sees everything before and with it), an additive tensor
 # (s, t) or (1 or b, 1 or h, s, t), a boolean one, or "causal": the lower triangle without a tensor, at start_pos 0.
@@ -76,7 +76,7 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32.
+    """CacheLock neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32.
 
     freqs_cis as for `reshape_for_broadcast`, or one table per row in real numbers (b, s, k/2, 2), for compilers.
     """

@@ -12,8 +12,8 @@ import torch
 from helpers import GOLDEN, build_golden
 
 from llama import Llama, LlamaError
-from llama.conversation import Conversation
 from llama.serving import serve
+from llama.serving.conversation import Conversation
 
 RANK = int(os.environ.get("RANK", "0"))
 PROMPTS = torch.load(GOLDEN / "golden.pt", weights_only=True)["prompts"]

@@ -24,7 +24,8 @@ from helpers import GOLDEN, build_golden, close, feed, near
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama import Llama, LlamaError, ModelArgs, Transformer, parallel
+from llama import Llama, LlamaError, ModelArgs, Transformer
+from llama import distributed as parallel
 from llama.checkpoint import load, open_checkpoint
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -182,7 +183,7 @@ def every_checkpoint() -> Any:
     """One model in Meta's files (1, 2, 4 and 8), Hugging Face's and llama2.c's, loaded on all ranks: the oracle's logits."""
     tokens = torch.arange(24).reshape(2, 12) % 48
     wanted = reference.logits(checkpoint_files.weights(checkpoint_files.WIDE), checkpoint_files.WIDE, tokens)
-    groups = parallel.set_up(None, torch.device("cpu"), "gloo", 60)
+    groups = parallel.initialize_groups(None, torch.device("cpu"), "gloo", 60)
     paths = sorted((FOLDER / "checkpoints").iterdir())
     for path in paths:
         checkpoint = open_checkpoint(path)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from helpers import GOLDEN
 
-from llama import Llama, LlamaError, bench, parallel
+from llama import Llama, LlamaError
+from llama import distributed as parallel
+from llama.cli import bench
 
 FIELDS = {"batches", "read_bytes_s", "matrix_flops_s", "matrices_alone_s", "first_run_s", "compile_s", "peak_bytes"}
 FIELDS |= {
@@ -87,9 +89,9 @@ def test_a_checkpoint_and_a_form(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "int4", None])
 def test_bytes_and_operations_by_hand(form: str | None) -> None:
-    groups = parallel.set_up(None, torch.device("cpu"))
+    groups = parallel.initialize_groups(None, torch.device("cpu"))
     try:
-        generator = random_model(form=form)
+        generator = random_model(scheme=form)
     finally:
         groups.close()
     model = generator.model

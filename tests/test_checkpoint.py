@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from llama.checkpoint import Checkpoint, check_memory, load, memory_estimate, open_checkpoint
+from llama.checkpoint.memory import free_memory
+from llama.checkpoint.stored import all_names, ffn_settings, ffn_width, halves_to_pairs, hf_name, pairs_to_halves
 from llama.errors import LlamaError
-from llama.memory import free_memory
 from llama.model import ModelArgs, Transformer
-from llama.stored import all_names, ffn_settings, ffn_width, from_halves, hf_name, to_halves
 
 GOLDEN = Path(__file__).parent / "golden"
 COUNTS = (1, 2, 4, 8)
@@ -385,9 +385,9 @@ def test_unknown_settings_are_named(tmp_path: Path, key: str) -> None:
 
 def test_pair_order_is_undone() -> None:
     weight = torch.arange(8 * 3.0).view(8, 3)
-    halves = to_halves(weight, 2)
+    halves = pairs_to_halves(weight, 2)
     assert halves[:, 0].tolist() == [0, 6, 3, 9, 12, 18, 15, 21]
-    assert torch.equal(from_halves(halves, 2).reshape(8, 3), weight)
+    assert torch.equal(halves_to_pairs(halves, 2).reshape(8, 3), weight)
 
 
 def test_names_are_the_models() -> None:

@@ -11,9 +11,9 @@ import pytest
 import reference
 import torch
 
-from llama import convert as module
+from llama.checkpoint import convert as module
 from llama.checkpoint import load, open_checkpoint
-from llama.convert import convert, info
+from llama.checkpoint.convert import convert, info
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer
 

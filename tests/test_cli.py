@@ -21,8 +21,8 @@ from helpers import GOLDEN, ROOT, build_golden
 
 from llama import Llama, LlamaError, Tokenizer, encode_dialog
 from llama.chat import UNSAFE_ERROR, Dialog, fit_dialog
-from llama.conversation import Conversation
-from llama.terminal import arguments, chat, complete
+from llama.cli.terminal import arguments, chat, complete
+from llama.serving.conversation import Conversation
 
 QUESTION, ANSWER = "What comes after October?", "After October comes November."
 Run = Callable[..., str]
@@ -225,7 +225,9 @@ def saying(generator: Llama, monkeypatch: pytest.MonkeyPatch, answer: str) -> No
     """Let the generator answer so, whatever the model says."""
     ids = generator.tokenizer.encode(answer, False, True)
     draw = iter(ids)
-    monkeypatch.setattr("llama.steps.Decoding._draw", lambda self, logits, rows: logits.argmax(-1) * 0 + next(draw))
+    monkeypatch.setattr(
+        "llama.engine.schedule.Decoding._draw", lambda self, logits, rows: logits.argmax(-1) * 0 + next(draw)
+    )
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "<</SYS>>"])
@@ -309,7 +311,7 @@ def test_what_fits_is_found_with_few_encodings(system: Dialog) -> None:
 
 SLOWLY = """
 import sys, time
-from llama.steps import Decoding
+from llama.engine.schedule import Decoding
 steps = Decoding.steps
 def slow(self):
     for step in steps(self):

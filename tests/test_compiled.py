@@ -24,10 +24,11 @@ import torch
 from helpers import GOLDEN, ROOT, near, random_ids
 from torch import Tensor
 
-from llama import Llama, LlamaError, quantize
+from llama import Llama, LlamaError
+from llama import quantization as quantize
 from llama.chat import encode_dialog
-from llama.conversation import Conversation
-from llama.quantize import KINDS
+from llama.quantization import SCHEMES
+from llama.serving.conversation import Conversation
 
 PARAMS: dict[str, Any] = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 360}
 PARAMS |= {"multiple_of": 32, "norm_eps": 1e-5}
@@ -86,13 +87,13 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 def count_rows(generator: Llama) -> list[int]:
     """The number of active rows of each decode step from now on."""
     seen: list[int] = []
-    decoder: Any = generator._decoder
+    decoder: Any = generator.decoder
 
     def counting(tokens: list[int], positions: list[int]) -> Tensor:
         seen.append(len(tokens))
         return decoder(tokens, positions)  # type: ignore[no-any-return]
 
-    generator._decoder = counting  # type: ignore[assignment]
+    generator.decoder = counting  # type: ignore[assignment]
     return seen
 
 
@@ -249,7 +250,7 @@ def test_no_compiler(
     assert [record.getMessage() for record in caplog.records if "compile" in record.getMessage()] == [
         f"compile=True finds no C++ compiler: install {name}; decoding is not compiled"
     ]
-    assert static._decoder is None and static.model.layers[0].attention.qkv is not None
+    assert static.decoder is None and static.model.layers[0].attention.qkv is not None
     prompts = prompts_of(3, 9, 1)
     wanted = build().generate(prompts, 20, temperature=0, logprobs=True)
     same(static.generate(prompts, 20, temperature=0, logprobs=True), wanted)
@@ -260,7 +261,7 @@ def test_the_compiler_that_torch_would_take(
 ) -> None:
     """CXX names it; another one on the PATH does not help."""
     monkeypatch.setenv("CXX", "another++")
-    assert build(compile=True)._decoder is None
+    assert build(compile=True).decoder is None
     assert "install another++" in caplog.text
 
 
@@ -283,7 +284,7 @@ def test_a_compiler_that_fails(build: Build, monkeypatch: pytest.MonkeyPatch, ca
 # --------------------------------------------------------------------------------- with quantized weights
 
 
-@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=SLOW) for kind in KINDS if kind != "int4")])
+@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=SLOW) for kind in SCHEMES if kind != "int4")])
 def test_quantized_and_compiled(build: Build, graphs: list[int], kind: str) -> None:
     """The kernels are the same, called from the traced step; int8-dynamic's own rounding may turn a close choice."""
     eager, static = build(quantize=kind), build(quantize=kind, compile=True)
@@ -314,14 +315,14 @@ def compilations() -> int:
 def test_compiled_tokens_are_eager_ones(real: tuple[Llama, Llama]) -> None:
     """Over all reaches of the cache, refilled one prompt after another, for one compilation."""
     eager, static = real
-    assert static._decoder is not None and static._decoder.seconds == 0
+    assert static.decoder is not None and static.decoder.seconds == 0
     before = compilations()
     for lengths, length in (((5,), None), ((100, 3, 64, 65, 1), 60)):
         prompts = prompts_of(*lengths)
         wanted = eager.generate(prompts, length, temperature=0, logprobs=True)
         same(static.generate(prompts, length, temperature=0, logprobs=True), wanted)
     assert compilations() == before + 1
-    assert 0.1 < static._decoder.seconds < 300
+    assert 0.1 < static.decoder.seconds < 300
 
 
 def test_compiled_texts_are_eager_ones(real: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,13 +381,13 @@ def test_compiled_in_half_the_bytes(build: Build, packing_all: None, dtype: str)
         list(generator.stream(prompt, 1, temperature=0))
     wanted = eager.generate(prompt, 1, temperature=0)[0][0]
     tokens, positions = wanted, [60]
-    assert static._decoder is not None
-    found = static._decoder(tokens, positions)
+    assert static.decoder is not None
+    found = static.decoder(tokens, positions)
     assert (found - eager.model(torch.tensor([tokens]), 60)[:, -1]).abs().max() < 0.1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_compiled_and_quantized(build: Build, kind: str) -> None:
     eager, static = build(quantize=kind), build(quantize=kind, compile=True)
     wanted = eager.generate(prompts_of(5), 40, temperature=0, logprobs=True)
@@ -398,7 +399,7 @@ def test_compiled_and_quantized(build: Build, kind: str) -> None:
 ON_RANKS = """
 import json, os, sys
 from helpers import build_golden
-from llama import quantize
+from llama import quantization as quantize
 prompts, found = [[1, 20, 30, 40], [1, 50, 60, 70, 80], [1, 7]] * 2, {}
 for kind in (None, "int8"):
     for compile in (False, True):

@@ -72,7 +72,7 @@ def definitions(path: str) -> dict[str, int]:
 def named_calls(text: str) -> Iterator[tuple[str, str, int]]:
     """(name, file, line) of the calls in the page's tables."""
     for row in text.splitlines():
-        places = re.findall(r"`(\w+/\w+\.py):(\d+)`", row)
+        places = re.findall(r"`((?:\w+/)+\w+\.py):(\d+)`", row)
         if row.startswith("|") and places:
             names = re.findall(r"`([\w.]+)`", row.split(f"`{places[0][0]}:")[0])
             assert len(names) == len(places), f"as many calls as places, please: {row}"
@@ -138,7 +138,7 @@ def stacks() -> set[tuple[tuple[str, str], ...]]:
 
 
 def files() -> list[str]:
-    return [f"llama/{path.name}" for path in (ROOT / "llama").glob("*.py")]
+    return [path.relative_to(ROOT).as_posix() for path in (ROOT / "llama").rglob("*.py")]
 
 
 def tables() -> list[list[tuple[str, str]]]:
@@ -168,16 +168,15 @@ def test_the_other_tables_tell_who_calls_whom(stacks: set[tuple[tuple[str, str],
             assert any(set(stack) <= known for stack in above), f"{call} was called by {above[0]}"
 
 
-def test_what_a_rank_holds_of_13b(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_holds_of_13b() -> None:
     """The page's table, against layers that think they are on one of two ranks; nothing is allocated."""
-    from llama import model, parallel
+    from llama.distributed import shard_as
+    from llama.model import ModelArgs, TransformerBlock
 
     def column(ranks: int) -> dict[str, str]:
-        monkeypatch.setattr(model, "world_size", lambda: ranks)
-        monkeypatch.setattr(parallel, "world_size", lambda: ranks)
-        args = model.ModelArgs(dim=5120, n_layers=1, n_heads=40, vocab_size=32000, max_batch_size=1, max_seq_len=1)
-        with torch.device("meta"):
-            block = model.TransformerBlock(0, args)
+        args = ModelArgs(dim=5120, n_layers=1, n_heads=40, vocab_size=32000, max_batch_size=1, max_seq_len=1)
+        with torch.device("meta"), shard_as(ranks):
+            block = TransformerBlock(0, args)
         attention, ffn = block.attention, block.feed_forward
         assert attention.wq.weight.shape == attention.wk.weight.shape == attention.wv.weight.shape
         assert attention.n_kv_heads == 40 and ffn.w1.weight.shape == ffn.w3.weight.shape

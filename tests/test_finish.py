@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 import llama
-from llama import LlamaError, terminal
+from llama import LlamaError
 from llama.__main__ import _COMMANDS
+from llama.cli import terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "llama").glob("*.py"))}

@@ -32,7 +32,8 @@ from helpers import (
 from torch import Tensor, nn
 
 import llama.model
-from llama import Dialog, Llama, LlamaError, Step, Transformer, encode_dialog, parallel
+from llama import Dialog, Llama, LlamaError, Step, Transformer, encode_dialog
+from llama.distributed import layers
 from llama.generation import UNSAFE_ERROR, sample_top_p
 
 NAN, INF = float("nan"), float("inf")
@@ -511,7 +512,7 @@ def test_the_padding_id_never_reaches_the_model() -> None:
 
 def test_prompts_of_unequal_length_are_prefilled_together() -> None:
     generator, prompts = make(), random_prompts(3, 40, 11)
-    with recorded("embedding") as fed, recorded("_times", parallel) as linears:
+    with recorded("embedding") as fed, recorded("_linear", layers) as linears:
         tokens, _ = generator.generate(prompts, 6, temperature=0)
     assert tokens == [oracle_greedy("gqa", prompt, 6) for prompt in prompts]
     assert len(fed) == 6 and max(rows * seqlen for rows, seqlen, _ in fed) <= 3 * 40
@@ -648,9 +649,9 @@ def test_an_exception_leaves_the_next_call_right(
             for module in generator.model.layers[1].modules():
                 stack.callback(module.register_forward_hook(fail).remove)
         else:  # deep inside our own schedule
-            original = parallel._times
+            original = layers._linear
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(parallel, "_times", lambda *args: (fail(), original(*args))[1])
+            patch.setattr(layers, "_linear", lambda *args: (fail(), original(*args))[1])
         with pytest.raises(type(error)):
             generator.generate(other, 8, temperature=0)
     assert generator.generate(prompts, 8, temperature=0) == wanted
@@ -692,7 +693,7 @@ def test_two_threads_get_the_serial_results(watched: bool) -> None:
 
 
 def test_a_second_caller_waits_for_the_first() -> None:
-    """Seen from within: no forward of the second call lies between two of the first."""
+    """ModuleCall from within: no forward of the second call lies between two of the first."""
     inside, order = threading.Event(), list[str]()
 
     class Slow(StubModel):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from llama import Llama, LlamaError, ModelArgs, Step, Tokenizer, Transformer
-from llama.conversation import Conversation
-from llama.sampling import Sampling
+from llama.engine.sampling import Sampling
+from llama.engine.schedule import Decoding, Request, has_hooks_or_overrides
 from llama.serving import serve
-from llama.steps import Decoding, Request, watched
+from llama.serving.conversation import Conversation
 
 GOLDEN = Path(__file__).parent / "golden" / "mha"
 
@@ -63,7 +63,7 @@ def test_more_prompts_than_rows_are_as_alone(generator: Llama, golden: Any, chun
     found = generator.generate(many, 12, temperature=0, prefill_chunk=chunk)[0]
     assert found == golden["greedy"] * 7
     hook = generator.model.layers[0].register_forward_hook(lambda *args: None)
-    assert watched(generator.model) and generator.generate(many, 12, temperature=0)[0] == found
+    assert has_hooks_or_overrides(generator.model) and generator.generate(many, 12, temperature=0)[0] == found
     hook.remove()
 
 

@@ -17,11 +17,12 @@ import torch
 from helpers import GOLDEN, ROOT, near, random_ids
 from torch import Tensor
 
-from llama import Llama, LlamaError, ModelArgs, Transformer, quantize
+from llama import Llama, LlamaError, ModelArgs, Transformer
+from llama import quantization as quantize
 from llama.checkpoint import load, open_checkpoint
-from llama.convert import convert, info
-from llama.memory import check_memory, memory_estimate
-from llama.quantize import KINDS, Int4, dequantize, pack, pack_codes, quantize_int4, quantize_int8
+from llama.checkpoint.convert import convert, info
+from llama.checkpoint.memory import check_memory, memory_estimate
+from llama.quantization import SCHEMES, Int4, dequantize, pack, pack_codes, quantize_int4, quantize_int8
 
 # no size has the shape of another; 360 rows are no multiple of int4's blocks of 64; two ranks cut no group of 64
 PARAMS: dict[str, Any] = {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 360}
@@ -72,7 +73,7 @@ def test_int4_is_at_most_half_a_step_off(dtype: torch.dtype) -> None:
     assert (step <= (spread.max - spread.min) / 15 * 1.005 + 1e-37).all(), "no step is larger than it must be"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_rows_of_zeros_and_of_one_value(kind: str) -> None:
     dense = pack(unusual(), kind).dense()
     assert torch.equal(dense[1], torch.zeros(96))
@@ -80,7 +81,7 @@ def test_rows_of_zeros_and_of_one_value(kind: str) -> None:
         assert (dense[row] - value).abs().max() <= 0.3 / 128
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_weights_far_from_one_keep_their_precision(kind: str) -> None:
     weight = random(64, 64)
     wanted = (pack(weight, kind).dense() - weight).abs().max()
@@ -89,7 +90,7 @@ def test_weights_far_from_one_keep_their_precision(kind: str) -> None:
         assert error <= 1.05 * wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(kind: str, value: float) -> None:
     """A code would make a whole row of one such value."""
@@ -101,9 +102,9 @@ def test_weights_that_are_not_finite_are_refused(kind: str, value: float) -> Non
 
 def test_large_weights_are_quantized_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(200, 64)
-    whole = [pack(weight, kind).dense() for kind in KINDS]
+    whole = [pack(weight, kind).dense() for kind in SCHEMES]
     monkeypatch.setattr(quantize, "PIECE", 64 * 70)  # rows 0 to 69, 70 to 139, 140 to 199
-    for kind, wanted in zip(KINDS, whole, strict=True):
+    for kind, wanted in zip(SCHEMES, whole, strict=True):
         assert torch.equal(pack(weight, kind).dense(), wanted)
 
 
@@ -125,7 +126,7 @@ def check_product(packed: Any, x: Tensor, dynamic: bool) -> None:
     assert ((y.double() - exact).abs() <= limit + 1e-30).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize(("n", "k"), SHAPES + ODD)
 def test_product_with_few_and_many_rows(kind: str, n: int, k: int) -> None:
     if kind == "int4" and (n, k) in ODD:
@@ -136,7 +137,7 @@ def test_product_with_few_and_many_rows(kind: str, n: int, k: int) -> None:
         check_product(packed, random(rows, k, seed=rows), kind == "int8-dynamic")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_product_of_any_layout_and_type(kind: str) -> None:
     packed, dynamic = pack(random(70, 64) / 8, kind), kind == "int8-dynamic"
     x = random(3, 40, 64)
@@ -147,7 +148,7 @@ def test_product_of_any_layout_and_type(kind: str) -> None:
         assert packed(one).shape == (*one.shape[:-1], 70)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 @pytest.mark.parametrize("rows", [4, 70])
 def test_a_broken_row_stays_broken_and_alone(kind: str, rows: int) -> None:
     """NaN comes out as NaN (fbgemm by itself makes numbers of it); a large row takes no precision from the others."""
@@ -238,7 +239,7 @@ def build(folder: Path, quantize: str | None = None, **changes: Any) -> Iterator
 
 
 def packed_layers(model: Transformer) -> dict[str, Any]:
-    """Packed weights by the keys of what they stand for."""
+    """PackedWeight weights by the keys of what they stand for."""
     layers = {f"{name}.weight": getattr(module, "packed", None) for name, module in model.named_modules()}
     return {name: packed for name, packed in layers.items() if packed is not None}
 
@@ -252,7 +253,7 @@ def with_dense_weights(generator: Llama) -> Transformer:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_a_quantized_model_is_its_unpacked_one(files: Path, kind: str, dtype: str) -> None:
     """Logits of many positions at once, of single steps, and of rows at their own positions; their deviation is 1."""
     with build(files / "original", kind, dtype=dtype) as generator:
@@ -267,7 +268,7 @@ def test_a_quantized_model_is_its_unpacked_one(files: Path, kind: str, dtype: st
             assert (wanted.roll(1, -1) - wanted).abs().max() > 10 * limit  # something that could be wrong
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_what_holds_of_a_quantized_model(files: Path, kind: str) -> None:
     """Device, type, keys and hooks; prompts beside each other as alone; a closed one can be built again."""
     for _ in range(2):
@@ -315,7 +316,7 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     tensors = torch.load(folder / "consolidated.00.pth", weights_only=True)
     tensors["layers.1.attention.wo.weight"][3, 4] = float("nan")
     torch.save(tensors, folder / "consolidated.00.pth")
-    for kind in KINDS:
+    for kind in SCHEMES:
         with pytest.raises(LlamaError, match=r"layers\.1\.attention\.wo\.weight: it holds NaN"), build(folder, kind):
             pass
     with pytest.raises(LlamaError, match=r"layers\.1\.attention\.wo\.weight: it holds NaN"):
@@ -425,7 +426,7 @@ def test_llama2c_groups_are_not_taken_for_rows(tmp_path: Path, group: int) -> No
     assert stored.quantized is None
     for form in (None, "int8", "int4"):
         model = Transformer(ModelArgs(**stored.params, max_seq_len=8, max_batch_size=1))
-        load(model, stored, form=form, device=torch.device("cpu"))
+        load(model, stored, scheme=form, device=torch.device("cpu"))
         layer = model.layers[0].attention.wq
         exact = stored.read("layers.0.attention.wq.weight")
         if form is None:
@@ -500,7 +501,7 @@ def test_memory_is_estimated_by_form() -> None:
 
 def test_a_model_that_fits_only_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ModelArgs(4096, 32, 32, vocab_size=32000, max_batch_size=1, max_seq_len=128)
-    monkeypatch.setattr("llama.memory.free_memory", lambda device: 5 * 10**9)
+    monkeypatch.setattr("llama.checkpoint.memory.free_memory", lambda device: 5 * 10**9)
     cpu = torch.device("cpu")
     check_memory(args, cpu, torch.bfloat16, 1, "int4")
     for form, size in ((None, "13.48 GB (bfloat16)"), ("int8", "6.87 GB (int8)")):
@@ -512,13 +513,15 @@ def test_a_model_that_fits_only_quantized(monkeypatch: pytest.MonkeyPatch) -> No
 
 LOADING = """
 import sys, torch
-from llama import ModelArgs, Transformer, parallel, quantize
+from llama import ModelArgs, Transformer
+from llama import distributed as parallel
+from llama import quantization as quantize
 from llama.checkpoint import load, open_checkpoint
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 torch.set_num_threads(1)
-parallel.set_up(None, torch.device("cpu"))
+parallel.initialize_groups(None, torch.device("cpu"))
 stored, form = open_checkpoint(sys.argv[1]), sys.argv[2]
 for rows in (1, 100):
     quantize.pack(torch.randn(64, 64), form)(torch.randn(rows, 64))
@@ -526,7 +529,7 @@ torch.set_default_dtype(torch.bfloat16)
 model = Transformer(ModelArgs(**stored.params, max_seq_len=16, max_batch_size=1))
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = status("VmRSS")
-load(model, stored, form=form, device=torch.device("cpu"))
+load(model, stored, scheme=form, device=torch.device("cpu"))
 held = sum(m.packed.nbytes for m in model.modules() if getattr(m, "packed", None) is not None)
 held += sum(weight.numel() * weight.itemsize for weight in model.parameters())
 print(status("VmHWM") - before, held)
@@ -540,7 +543,7 @@ def test_loading_takes_the_quantized_size_and_two_tensors(tmp_path: Path) -> Non
     params = {"dim": 1024, "n_layers": 2, "n_heads": 8, "vocab_size": 8192, "multiple_of": 256, "norm_eps": 1e-5}
     torch.save(reference.random_weights(params, 0, torch.bfloat16), tmp_path / "consolidated.00.pth")
     (tmp_path / "params.json").write_text(json.dumps(params))
-    for kind in KINDS:
+    for kind in SCHEMES:
         command = [sys.executable, "-c", LOADING, str(tmp_path), kind]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
         peak, held = map(int, done.stdout.split())
@@ -587,7 +590,7 @@ def test_two_ranks(files: Path, tmp_path: Path) -> None:
         capture_output=True,
     )  # fmt: skip
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    for kind in KINDS:
+    for kind in SCHEMES:
         form = kind.removesuffix("-dynamic")
         with build(files / form, kind) as generator:
             wanted = generator.model(torch.tensor([PROMPT]), 0)

@@ -13,7 +13,7 @@ from helpers import GOLDEN, ROOT
 from helpers_rank_options import QUESTION
 
 from llama.chat import UNSAFE_ERROR
-from llama.terminal import complete
+from llama.cli.terminal import complete
 
 pytestmark = pytest.mark.slow  # two ranks of their own: ten seconds
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llama import LlamaError
-from llama.sampling import History, Sampling, add_bias, distribution, nucleus, penalise, row_generator, sample_at
+from llama.engine.sampling import History, Sampling, add_bias, distribution, nucleus, penalise, row_generator, sample_at
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.07, 0.03]]))
 

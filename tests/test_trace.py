@@ -18,11 +18,11 @@ import torch
 from helpers import close, make_model, random_ids
 
 from llama import Llama, LlamaError
+from llama.cli.step_trace import StepTrace, attention_weights, follow, watch
+from llama.cli.trace import quote, trace
+from llama.engine.sampling import Sampling
+from llama.engine.schedule import has_hooks_or_overrides
 from llama.model import repeat_kv
-from llama.sampling import Sampling
-from llama.steps import watched
-from llama.trace import quote, trace
-from llama.watch import Moment, attention_weights, follow, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "checkpoints" / "demo"
@@ -41,12 +41,12 @@ def ids(generator: Llama) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def moments(generator: Llama, ids: list[int]) -> list[Moment]:
+def moments(generator: Llama, ids: list[int]) -> list[StepTrace]:
     return list(follow(generator, ids, TOKENS, SETTINGS, LAYER))
 
 
-def test_looking_changes_nothing(generator: Llama, ids: list[int], moments: list[Moment]) -> None:
-    assert not watched(generator.model)  # the hooks are gone
+def test_looking_changes_nothing(generator: Llama, ids: list[int], moments: list[StepTrace]) -> None:
+    assert not has_hooks_or_overrides(generator.model)  # the hooks are gone
     tokens, _ = generator.generate([ids], TOKENS, SETTINGS.temperature, SETTINGS.top_p, seed=SETTINGS.seed)
     assert tokens == [[moment.token for moment in moments]]
     assert [moment.text for moment in moments] == [
@@ -55,10 +55,10 @@ def test_looking_changes_nothing(generator: Llama, ids: list[int], moments: list
     with pytest.raises(ZeroDivisionError):
         for _ in follow(generator, ids, TOKENS, SETTINGS):
             raise ZeroDivisionError
-    assert not watched(generator.model) and generator.generate([ids], 1)  # nor is the model still taken
+    assert not has_hooks_or_overrides(generator.model) and generator.generate([ids], 1)  # nor is the model still taken
 
 
-def test_the_published_schedule_is_seen(moments: list[Moment], ids: list[int]) -> None:
+def test_the_published_schedule_is_seen(moments: list[StepTrace], ids: list[int]) -> None:
     spans = [(moment.phase, moment.prev_pos, moment.cur_pos) for moment in moments]
     n = len(ids)
     assert spans == [("prefill", 0, n), *(("decode", n + i, n + i + 1) for i in range(7))]
@@ -67,7 +67,7 @@ def test_the_published_schedule_is_seen(moments: list[Moment], ids: list[int]) -
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
-def test_shapes_at_each_stage(moments: list[Moment], ids: list[int], step: int) -> None:
+def test_shapes_at_each_stage(moments: list[StepTrace], ids: list[int], step: int) -> None:
     fed, end = (len(ids), len(ids)) if step == 0 else (1, len(ids) + step)
     assert {name: shape for name, shape, _ in moments[step].stages} == {
         "hidden": f"(1, {fed}, 128)",
@@ -109,7 +109,7 @@ def test_attention_weights_times_values_are_the_modules_output(kind: str) -> Non
             close(attention.wo(heads.reshape(1, end - start, -1)), outputs[-1], 1e-6)
 
 
-def test_heads_are_those_of_the_layer(moments: list[Moment], generator: Llama, ids: list[int]) -> None:
+def test_heads_are_those_of_the_layer(moments: list[StepTrace], generator: Llama, ids: list[int]) -> None:
     assert [(head.head, head.kv_head, head.rank) for head in moments[3].heads] == [
         (0, 0, 0),
         (1, 0, 0),
@@ -127,7 +127,7 @@ def test_heads_are_those_of_the_layer(moments: list[Moment], generator: Llama, i
         )
 
 
-def test_the_last_tokens_attention_alone(moments: list[Moment], generator: Llama, ids: list[int]) -> None:
+def test_the_last_tokens_attention_alone(moments: list[StepTrace], generator: Llama, ids: list[int]) -> None:
     for short, whole in zip(follow(generator, ids, 2, SETTINGS, LAYER, whole=False), moments):
         assert [len(head.weights) for head in short.heads] == 4 * [1]
         close(
@@ -138,7 +138,7 @@ def test_the_last_tokens_attention_alone(moments: list[Moment], generator: Llama
         assert short.mask == (None if whole.mask is None else whole.mask[-1:])
 
 
-def test_candidates_and_draw_are_the_oracles(moments: list[Moment], ids: list[int], generator: Llama) -> None:
+def test_candidates_and_draw_are_the_oracles(moments: list[StepTrace], ids: list[int], generator: Llama) -> None:
     params = {**json.loads((DEMO / "params.json").read_text()), "vocab_size": 1024}
     weights = {k: v.double() for k, v in torch.load(DEMO / "consolidated.00.pth", weights_only=True).items()}
     text = ids + [moment.token for moment in moments]
@@ -178,7 +178,7 @@ def test_greedy_and_seedless(generator: Llama, ids: list[int]) -> None:
 # ----------------------------------------------------------------------------------------- in print
 
 
-def test_what_is_printed(moments: list[Moment], ids: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed(moments: list[StepTrace], ids: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     trace(PROMPT, TOKENS, layer=LAYER, temperature=0.8, seed=2, device="cpu")
     printed = capsys.readouterr().out
     lines = printed.splitlines()
@@ -245,10 +245,10 @@ def test_mistakes(wrong: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_show_their_parts_once(tmp_path: Path, moments: list[Moment]) -> None:
+def test_two_ranks_show_their_parts_once(tmp_path: Path, moments: list[StepTrace]) -> None:
     script, page = tmp_path / "run.py", tmp_path / "page.html"
     call = f"trace({PROMPT!r}, {TOKENS}, layer={LAYER}, temperature=0.8, seed=2, html={str(page)!r}, device='cpu')"
-    script.write_text(f"import torch\nfrom llama.trace import trace\ntorch.set_num_threads(1)\n{call}\n")
+    script.write_text(f"import torch\nfrom llama.cli.trace import trace\ntorch.set_num_threads(1)\n{call}\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

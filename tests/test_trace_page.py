@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llama import trace as tracing
+from llama.cli import trace as tracing
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"]

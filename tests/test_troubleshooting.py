@@ -19,10 +19,10 @@ import pytest
 import torch
 from helpers import StubModel, StubTokenizer, build_golden
 
+import llama.distributed
 import llama.model
-import llama.parallel
 from llama import Llama, ModelArgs
-from llama import memory as memories
+from llama.checkpoint import memory as memories
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import LlamaError
+from ..model import ModelArgs
+from ..quantization import GROUPS
 from . import llama2c
-from .errors import LlamaError
-from .model import ModelArgs
-from .quantize import GROUPS
+from .containers import read_json, read_pth, read_safetensors, wrong
 from .stored import (
     FLOATS,
     IGNORABLE,
-    KINDS,
+    WEIGHT_SPECS,
     Checkpoint,
     Entry,
     all_names,
     compare,
     ffn_settings,
     hf_name,
-    kind_of,
     sizes,
     some,
+    weight_spec,
 )
-from .tensorfile import read_json, read_pth, read_safetensors, wrong
 
 FOREIGN = (
     (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
@@ -99,11 +99,11 @@ def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> Checkpoint:
-    """Put the entries in order; what is missing or misshapen is an error, what is too much is noted as surplus."""
+    """Put the entries in order; what is missing or misshapen is an error, what is too much is noted as unexpected."""
     path, layers = checkpoint.path, checkpoint.params["n_layers"]
     held = 1 + max((int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)), default=-1)
     if held < 1 and "tok_embeddings.weight" not in found:
-        raise wrong(path, foreign(found or checkpoint.surplus), "the weights of a Llama model")
+        raise wrong(path, foreign(found or checkpoint.unexpected), "the weights of a Llama model")
     if held < layers:
         raise LlamaError(
             f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing, "
@@ -115,7 +115,7 @@ def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> C
     embedding = found["tok_embeddings.weight"].shape
     rows = embedding[0] if len(embedding) == 2 and (vocab < 1 or checkpoint.format == "meta") else vocab
     numbers = sizes(checkpoint.params, rows)
-    wanted = {name: tuple(numbers[size] for size in kind_of(name).shape) for name in all_names(layers)}
+    wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}
     try:
         compare(path, {name: entry.shape for name, entry in found.items()}, wanted)
     except LlamaError as error:
@@ -125,7 +125,7 @@ def _assemble(checkpoint: Checkpoint, found: dict[str, Entry], source: str) -> C
         if found[name].scales is None and found[name].dtype not in FLOATS:
             raise wrong(path, f"{name} is {found[name].dtype}", "float32, bfloat16 or float16")
     checkpoint.entries = {name: found[name] for name in wanted}
-    checkpoint.surplus += [name for name in found if name not in wanted and not IGNORABLE.fullmatch(name)]
+    checkpoint.unexpected += [name for name in found if name not in wanted and not IGNORABLE.fullmatch(name)]
     return checkpoint
 
 
@@ -153,7 +153,7 @@ def meta_files(folder: Path) -> list[Path]:
 
 def _merge(path: Path, name: str, parts: list[Tensor], dim: int) -> Entry:
     """The entry of one key from its parts in all shards; how they lie beside each other is told by their shapes."""
-    axis = kind_of(name).axis
+    axis = weight_spec(name).axis
     if axis is None or len(parts) == 1:
         return Entry(parts[:1])
     if any(part.ndim != 2 or part.dtype != parts[0].dtype for part in parts):
@@ -223,15 +223,15 @@ def open_meta(folder: Path) -> Checkpoint:
             raise LlamaError(f"{file}: {len(absent)} weights of {files[0].name} are missing: {some(absent)}")
     scales = _take_scales(folder, shards)
     names = list(dict.fromkeys(name for shard in shards for name in shard))
-    known, surplus = _split(names)
+    known, unexpected = _split(names)
     found = {
         name: _merge(folder, name, [shard[name] for shard in shards if name in shard], params["dim"]) for name in known
     }
     for name, values in scales.items():
         entry = found[name]
-        entry.scales, entry.form = values, "int4" if entry.parts[0].dtype == torch.uint8 else "int8"
+        entry.scales, entry.scheme = values, "int4" if entry.parts[0].dtype == torch.uint8 else "int8"
     context = context if type(context) is int and context > 0 else None
-    checkpoint = Checkpoint(folder, "meta", params, {}, files, context, surplus=surplus)
+    checkpoint = Checkpoint(folder, "meta", params, {}, files, context, unexpected=unexpected)
     checkpoint.mapped = all(mapped for _, mapped in contents)
     return _assemble(checkpoint, found, "params.json")
 
@@ -241,7 +241,7 @@ def _split(names: Iterable[str]) -> tuple[list[str], list[str]]:
     known: list[str] = []
     others: list[str] = []
     for name in names:
-        (known if re.sub(r"^layers\.\d{1,9}\.", "layers.{}.", name) in KINDS else others).append(name)
+        (known if re.sub(r"^layers\.\d{1,9}\.", "layers.{}.", name) in WEIGHT_SPECS else others).append(name)
     return known, [name for name in others if not IGNORABLE.fullmatch(name)]
 
 
@@ -368,9 +368,9 @@ def open_hf(folder: Path) -> Checkpoint:
         found["output.weight"] = found["tok_embeddings.weight"]
     context = config.get("max_position_embeddings")
     context = context if type(context) is int and context > 0 else None
-    surplus = [name for name in stored if not IGNORABLE.fullmatch(name)]
+    unexpected = [name for name in stored if not IGNORABLE.fullmatch(name)]
     return _assemble(
-        Checkpoint(folder, "hf", params, {}, files, context, None, surplus, all_mapped), found, "config.json"
+        Checkpoint(folder, "hf", params, {}, files, context, None, unexpected, all_mapped), found, "config.json"
     )
 
 
@@ -414,8 +414,8 @@ def open_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
         params |= ffn_settings(params["dim"], hidden)
     tensors = _tensors(path, value["model"], "weights by Meta's keys")
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
-    known, surplus = _split(tensors)
-    surplus = [name for name in surplus if name not in ("freqs_cos", "freqs_sin")]
+    known, unexpected = _split(tensors)
+    unexpected = [name for name in unexpected if name not in ("freqs_cos", "freqs_sin")]
     found = {name: Entry([tensors[name]]) for name in known}
     embedding, output = tensors.get("tok_embeddings.weight"), tensors.get("output.weight")
     if embedding is not None and output is not None and embedding.data_ptr() == output.data_ptr():
@@ -423,5 +423,5 @@ def open_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
     context = args.get("max_seq_len")
     context = context if type(context) is int and context > 0 else None
     return _assemble(
-        Checkpoint(path, "llama2c-train", params, {}, [path], context, None, surplus, mapped), found, "model_args"
+        Checkpoint(path, "llama2c-train", params, {}, [path], context, None, unexpected, mapped), found, "model_args"
     )

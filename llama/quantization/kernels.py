@@ -13,21 +13,16 @@ Torch's own kernels do the multiplying; measurements and crossings are in docs/p
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("int8", "int4", "int8-dynamic")
-GROUPS = (64, 32)
-PIECE = 1 << 20  # values that are quantized, or packed, at once
-TINY = torch.finfo(torch.bfloat16).tiny  # the least scale: rows of zeros have one too
-INT4_ROWS = 64  # torch's int4 layout is made of blocks of this many output rows
+from .codecs import INT4_ROWS, PIECE, TINY, dequantize, nibbles, quantize_int4, quantize_int8
 
 
-class Packed(Protocol):
+class PackedWeight(Protocol):
     """A weight (n, k) in another form."""
 
     shape: tuple[int, int]
@@ -40,82 +35,6 @@ class Packed(Protocol):
     def dense(self) -> Tensor:
         """The weight that this multiplies with, (n, k)."""
         ...
-
-
-# ------------------------------------------------------------------- numbers: what files hold as well
-
-
-Quantized: TypeAlias = tuple[Tensor, Tensor]  # codes and scales
-
-
-def _some_rows_at_a_time(quantize: Callable[[Tensor], Quantized]) -> Callable[[Tensor], Quantized]:
-    """What is made on the way is several times as large as the weight; this bounds it."""
-
-    @functools.wraps(quantize)
-    def in_pieces(weight: Tensor) -> Quantized:
-        rows = max(1, PIECE // weight.shape[1])
-        codes, scales = (one.new_empty(len(weight), *one.shape[1:]) for one in quantize(weight[:1]))
-        for start in range(0, len(weight), rows):
-            codes[start : start + rows], scales[start : start + rows] = quantize(weight[start : start + rows])
-        return codes, scales
-
-    return in_pieces
-
-
-@_some_rows_at_a_time
-def quantize_int8(weight: Tensor) -> Quantized:
-    """Codes int8 (n, k) and scales float32 (n,): weight is about codes * scales[:, None], half a scale off at most.
-
-    ValueError where the weight is not finite. Scales are bfloat16's numbers, since the kernel takes them as such.
-    """
-    scales = (weight.abs().amax(1).float() / 127).clamp(min=TINY).bfloat16().float()
-    _check_finite(scales)
-    return (weight.float() / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
-
-
-@_some_rows_at_a_time
-def quantize_int4(weight: Tensor) -> Quantized:
-    """Codes uint8 (n, k / 2), the even column in the low four bits, and bfloat16 (n, k / group, 2): scale s, middle m.
-
-    Values are (code - 8) s + m, as in torch's int4 kernels; s and m span each group from its least to its largest.
-    ValueError where a row cannot be grouped or the weight is not finite.
-    """
-    n, k = weight.shape
-    group = pick_group(k)
-    grouped = weight.float().view(n, k // group, group)
-    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)  # (n, k / group, 1)
-    scale = ((high - low) / 15).clamp(min=TINY).bfloat16()
-    middle = (low + scale.float() * 8).bfloat16()
-    _check_finite(scale + middle)
-    codes = ((grouped - middle.float()) / scale.float()).round_().add_(8).clamp_(0, 15).to(torch.uint8).view(n, k)
-    return codes[:, ::2] | codes[:, 1::2] << 4, torch.cat([scale, middle], -1)
-
-
-def _check_finite(scales: Tensor) -> None:
-    if not scales.isfinite().all():  # codes would make a whole row or group of one such value
-        raise ValueError("it holds NaN or inf, or is too large: `python -m llama info --check CKPT` lists such weights")
-
-
-def pick_group(k: int) -> int:
-    """Values that share a scale in int4; ValueError where a row of k cannot be grouped."""
-    for group in GROUPS:
-        if k % group == 0:
-            return group
-    raise ValueError(f"int4 needs rows of a multiple of {GROUPS[-1]} values, this weight has {k}: take int8")
-
-
-def nibbles(codes: Tensor) -> Tensor:
-    """uint8 (n, k / 2) to uint8 (n, k), values 0 to 15."""
-    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-
-
-def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Float32 (n, k) from what `quantize_int8` or `quantize_int4` made."""
-    if codes.dtype == torch.int8:
-        return codes.float() * scales.float()[:, None]
-    n, groups, _ = scales.shape
-    values = nibbles(codes).float().sub_(8).view(n, groups, -1)
-    return (values * scales[..., :1].float()).add_(scales[..., 1:].float()).view(n, -1)
 
 
 # ------------------------------------------------------------------------------- what multiplies with them
@@ -134,7 +53,7 @@ class Plain:
         return torch.ops.mkldnn._linear_pointwise(x, self._blocked, None, "none", [], "")  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
-        """As `Packed.dense`."""
+        """As `PackedWeight.dense`."""
         return self._blocked.to_dense()  # type: ignore[no-any-return]
 
     @staticmethod
@@ -150,7 +69,7 @@ class Plain:
 class Part:
     """Rows start to stop of a packed weight that holds several layers': right for each alone, made for all at once."""
 
-    def __init__(self, whole: Packed, start: int, stop: int) -> None:
+    def __init__(self, whole: PackedWeight, start: int, stop: int) -> None:
         self.whole, self._rows = whole, slice(start, stop)
         self.shape, self.nbytes = (stop - start, whole.shape[1]), whole.nbytes * (stop - start) // whole.shape[0]
 
@@ -158,7 +77,7 @@ class Part:
         return self.whole(x)[..., self._rows]
 
     def dense(self) -> Tensor:
-        """As `Packed.dense`."""
+        """As `PackedWeight.dense`."""
         return self.whole.dense()[self._rows]
 
 
@@ -185,7 +104,7 @@ class Int8:
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def dense(self) -> Tensor:
-        """As `Packed.dense`."""
+        """As `PackedWeight.dense`."""
         return dequantize(self._codes, self._scales)
 
 
@@ -244,7 +163,7 @@ class Int4:
         return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, blocks * 64)
 
     def dense(self) -> Tensor:
-        """As `Packed.dense`."""
+        """As `PackedWeight.dense`."""
         parts = [self._ordered(self._unpack(first)) for first in range(0, self._blocks, self.BLOCK)]
         return torch.cat(parts, -1).T[: self.shape[0]].float().contiguous()
 
@@ -288,16 +207,16 @@ class DynamicInt8:
         return y.mul_(sizes).view(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
-        """As `Packed.dense`."""
+        """As `PackedWeight.dense`."""
         return self._packed.unpack()[0].dequantize()  # type: ignore[no-any-return]
 
 
-def pack(weight: Tensor, kind: str) -> Packed:
+def pack(weight: Tensor, kind: str) -> PackedWeight:
     """`weight` (n, k) in the form `kind`; ValueError where it cannot be had."""
     return pack_codes(*(quantize_int4(weight) if kind == "int4" else quantize_int8(weight)), kind)
 
 
-def pack_codes(codes: Tensor, scales: Tensor, kind: str) -> Packed:
+def pack_codes(codes: Tensor, scales: Tensor, kind: str) -> PackedWeight:
     """As `pack`, from codes and scales as files hold them."""
     if kind == "int8-dynamic":
         if codes.device.type != "cpu":

@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from . import parallel
-from .errors import LlamaError
-from .generation import Llama
+from .. import distributed as parallel
+from ..errors import LlamaError
+from ..generation import Llama
 
 CALLS = ("generate", "text_completion", "chat_completion", "score", "embed")
 

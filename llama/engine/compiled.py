@@ -22,10 +22,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .errors import LlamaError
-from .model import Transformer
-from .parallel import rank, world_size
-from .quantize import Packed, Part, Plain
+from ..distributed import rank, world_size
+from ..errors import LlamaError
+from ..model import Transformer
+from ..quantization import PackedWeight, Part, Plain
 
 REACH, GRAPH_REACH = 64, 256
 logger = logging.getLogger("llama")
@@ -33,7 +33,7 @@ logger = logging.getLogger("llama")
 # ------------------------------------------------------------------- packed weights, seen by the compiler
 
 # An operator's arguments are tensors and numbers: packed weights go by a number, and are gone with their model.
-_PACKED: "WeakValueDictionary[int, Packed]" = WeakValueDictionary()
+_PACKED: "WeakValueDictionary[int, PackedWeight]" = WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -50,7 +50,7 @@ def _operator() -> Any:
 class _Opaque:
     """A packed weight whose multiplication the compiler takes as one operator."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: PackedWeight) -> None:
         self.packed, self.shape, self.nbytes, self.dense = packed, packed.shape, packed.nbytes, packed.dense
         self._number, (_, self._times) = next(_numbers), _operator()
         _PACKED[self._number] = packed
@@ -218,7 +218,7 @@ def take_over(model: Transformer) -> None:
     _together(model.output)
 
 
-def _together(*layers: Any) -> Packed | None:
+def _together(*layers: Any) -> PackedWeight | None:
     """One packed weight in place of the layers' own; None, and nothing done, where it cannot be or does not pay."""
     if any(layer.packed is not None for layer in layers):
         return None

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import model
-from .errors import LlamaError
+from .. import model
+from ..errors import LlamaError
 
 
 class Memory(NamedTuple):
@@ -47,7 +47,7 @@ def memory_estimate(
     max_batch_size: int,
     ranks: int,
     dtype: torch.dtype,
-    form: str | None = None,
+    scheme: str | None = None,
 ) -> Memory:
     """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `form` is
     how the layers' weights are quantized.
@@ -55,7 +55,7 @@ def memory_estimate(
     kv_heads = params.get("n_kv_heads") or params["n_heads"]
     row = 2 * max_batch_size * max_seq_len * kv_heads * (params["dim"] // params["n_heads"])
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    saved = int((count - embedding) * (dtype.itemsize - BYTES_A_WEIGHT.get(form or "", dtype.itemsize)))
+    saved = int((count - embedding) * (dtype.itemsize - BYTES_A_WEIGHT.get(scheme or "", dtype.itemsize)))
     return Memory(count * dtype.itemsize - saved, row * dtype.itemsize * params["n_layers"] // ranks)
 
 
@@ -96,15 +96,15 @@ def gigabytes(size: int) -> str:
     return f"{size / 1000:.1f} kB"
 
 
-def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int, form: str | None = None) -> None:
+def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None) -> None:
     """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
-    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, form)
+    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme)
     free = free_memory(device)
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    name = form if form in BYTES_A_WEIGHT else str(dtype).removeprefix("torch.")
+    name = scheme if scheme in BYTES_A_WEIGHT else str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
         f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "

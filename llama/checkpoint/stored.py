@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import LlamaError
+from ..errors import LlamaError
+from ..quantization import dequantize
+from .containers import drop_pages
 from .llama2c import unpack
 from .memory import ffn_width
-from .quantize import dequantize
-from .tensorfile import drop_pages
 
 
-class Row(NamedTuple):
+class WeightSpec(NamedTuple):
     """One kind of weight: its key in Meta's files, in Hugging Face's, the axis it is cut along, its full shape."""
 
     key: str
@@ -35,32 +35,32 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row("tok_embeddings.weight", "model.embed_tokens.weight", 1, ("vocab", "dim")),
-    Row("layers.{}.attention.wq.weight", "model.layers.{}.self_attn.q_proj.weight", 0, ("dim", "dim")),
-    Row("layers.{}.attention.wk.weight", "model.layers.{}.self_attn.k_proj.weight", 0, ("kv", "dim")),
-    Row("layers.{}.attention.wv.weight", "model.layers.{}.self_attn.v_proj.weight", 0, ("kv", "dim")),
-    Row("layers.{}.attention.wo.weight", "model.layers.{}.self_attn.o_proj.weight", 1, ("dim", "dim")),
-    Row("layers.{}.feed_forward.w1.weight", "model.layers.{}.mlp.gate_proj.weight", 0, ("ffn", "dim")),
-    Row("layers.{}.feed_forward.w2.weight", "model.layers.{}.mlp.down_proj.weight", 1, ("dim", "ffn")),
-    Row("layers.{}.feed_forward.w3.weight", "model.layers.{}.mlp.up_proj.weight", 0, ("ffn", "dim")),
-    Row("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight", None, ("dim",)),
-    Row("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight", None, ("dim",)),
-    Row("norm.weight", "model.norm.weight", None, ("dim",)),
-    Row("output.weight", "lm_head.weight", 0, ("vocab", "dim")),
+    WeightSpec("tok_embeddings.weight", "model.embed_tokens.weight", 1, ("vocab", "dim")),
+    WeightSpec("layers.{}.attention.wq.weight", "model.layers.{}.self_attn.q_proj.weight", 0, ("dim", "dim")),
+    WeightSpec("layers.{}.attention.wk.weight", "model.layers.{}.self_attn.k_proj.weight", 0, ("kv", "dim")),
+    WeightSpec("layers.{}.attention.wv.weight", "model.layers.{}.self_attn.v_proj.weight", 0, ("kv", "dim")),
+    WeightSpec("layers.{}.attention.wo.weight", "model.layers.{}.self_attn.o_proj.weight", 1, ("dim", "dim")),
+    WeightSpec("layers.{}.feed_forward.w1.weight", "model.layers.{}.mlp.gate_proj.weight", 0, ("ffn", "dim")),
+    WeightSpec("layers.{}.feed_forward.w2.weight", "model.layers.{}.mlp.down_proj.weight", 1, ("dim", "ffn")),
+    WeightSpec("layers.{}.feed_forward.w3.weight", "model.layers.{}.mlp.up_proj.weight", 0, ("ffn", "dim")),
+    WeightSpec("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight", None, ("dim",)),
+    WeightSpec("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight", None, ("dim",)),
+    WeightSpec("norm.weight", "model.norm.weight", None, ("dim",)),
+    WeightSpec("output.weight", "lm_head.weight", 0, ("vocab", "dim")),
 )
-KINDS = {row.key: row for row in TABLE}
+WEIGHT_SPECS = {row.key: row for row in TABLE}
 IGNORABLE = re.compile(r"rope\.freqs|layers\.\d+\.attention\.inner_attention\.rope\.freqs|.*rotary_emb\.inv_freq")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def kind_of(name: str) -> Row:
+def weight_spec(name: str) -> WeightSpec:
     """The table's row for a key of Meta's; KeyError where there is none."""
-    return KINDS[re.sub(r"^layers\.\d+\.", "layers.{}.", name)]
+    return WEIGHT_SPECS[re.sub(r"^layers\.\d+\.", "layers.{}.", name)]
 
 
 def hf_name(name: str) -> str:
     """Hugging Face's name for a key of Meta's."""
-    return kind_of(name).hf.format(*re.findall(r"^layers\.(\d+)", name))
+    return weight_spec(name).hf.format(*re.findall(r"^layers\.(\d+)", name))
 
 
 def all_names(n_layers: int) -> list[str]:
@@ -96,7 +96,7 @@ class Entry:
     axis: int = 0
     heads: int = 0  # above 0: rows are in Hugging Face's pair order, for this many heads
     scales: Tensor | None = None  # parts are codes: of `form`, else int8 with a scale per group of consecutive values
-    form: str | None = None  # "int8" or "int4": codes and scales as quantize.py makes them
+    scheme: str | None = None  # "int8" or "int4": codes and scales as quantize.py makes them
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Entry:
         shape = list(self.parts[0].shape)
         if shape:
             shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
-            shape[-1] *= 1 + (self.form == "int4")
+            shape[-1] *= 1 + (self.scheme == "int4")
         return tuple(shape)
 
     @property
@@ -123,7 +123,7 @@ class Entry:
         for part in self.parts:
             end = begin + part.shape[self.axis]
             if self.scales is not None:
-                part = dequantize(part, self.scales) if self.form == "int4" else unpack(part, self.scales)
+                part = dequantize(part, self.scales) if self.scheme == "int4" else unpack(part, self.scales)
             if cut is None:
                 piece = part
             elif cut == self.axis:
@@ -155,13 +155,13 @@ def copy(target: Tensor, source: Tensor) -> None:
         torch._foreach_copy_(torch.split(target, GRAIN // row), torch.split(source, GRAIN // row))
 
 
-def from_halves(weight: Tensor, heads: int) -> Tensor:
+def halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
     """Rows of wq or wk from Hugging Face's pair order (i, i + k/2) to Meta's (2i, 2i + 1): a view (n, k/2, 2, dim)."""
     return weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2)
 
 
-def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `from_halves`, as a matrix again."""
+def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `halves_to_pairs`, as a matrix again."""
     return weight.reshape(heads, -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
@@ -180,7 +180,7 @@ class Checkpoint:
     files: list[Path]
     context: int | None = None
     tokenizer_path: Path | None = None
-    surplus: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
     mapped: bool = True  # every part is; some old files are read instead
     taken: bool = False  # a model uses the mapped pages
 
@@ -208,7 +208,7 @@ class Checkpoint:
 
     def local_shape(self, name: str, world: int) -> tuple[int, ...]:
         """The shape of each rank's part; LlamaError where it cannot be cut into `world`."""
-        shape, axis = list(self.shape(name)), kind_of(name).axis
+        shape, axis = list(self.shape(name)), weight_spec(name).axis
         heads = self.entries[name].heads
         if axis is not None:
             if shape[axis] % world or heads % world:
@@ -219,7 +219,7 @@ class Checkpoint:
 
     def pieces(self, name: str, rank: int, world: int) -> Iterator[tuple[int, Tensor]]:
         """The stored tensors of this rank's part, each with its place along the entry's axis."""
-        axis = kind_of(name).axis
+        axis = weight_spec(name).axis
         size = self.local_shape(name, world)[axis or 0]
         return self.entries[name].pieces(axis, rank * size, (rank + 1) * size)
 
@@ -236,19 +236,19 @@ class Checkpoint:
     @property
     def quantized(self) -> str | None:
         """ "int8" or "int4" where the layers' weights are stored so (`convert --quantize`)."""
-        return self.entries["layers.0.attention.wq.weight"].form
+        return self.entries["layers.0.attention.wq.weight"].scheme
 
     def codes(self, name: str, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
         """This rank's codes and scales of a quantized weight. ValueError where the cut would go through a group."""
-        entry, axis = self.entries[name], kind_of(name).axis
+        entry, axis = self.entries[name], weight_spec(name).axis
         codes, scales = entry.parts[0], entry.scales
         assert scales is not None and axis is not None
-        if axis == 1 and entry.form == "int4" and scales.shape[1] % world:
+        if axis == 1 and entry.scheme == "int4" and scales.shape[1] % world:
             raise ValueError(
                 f"{scales.shape[1]} groups of int4 cannot be cut over {world} ranks: start fewer, or use int8"
             )
         codes = codes.chunk(world, axis)[rank].contiguous()
-        if axis == 0 or entry.form == "int4":  # a row's one scale in int8 goes with every part of the row
+        if axis == 0 or entry.scheme == "int4":  # a row's one scale in int8 goes with every part of the row
             scales = scales.chunk(world, axis)[rank].contiguous()
         return codes, scales
 
@@ -256,7 +256,7 @@ class Checkpoint:
         """Copy the pieces to their places in `part`, in Meta's pair order, giving back each one's pages."""
         entry = self.entries[name]
         for place, piece in pieces:
-            source = from_halves(piece, entry.heads // world) if entry.heads else piece
+            source = halves_to_pairs(piece, entry.heads // world) if entry.heads else piece
             copy(part.narrow(entry.axis, place, piece.shape[entry.axis]).view(source.shape), source)
             if self.mapped and entry.scales is None:
                 drop_pages(piece)

@@ -3,6 +3,7 @@
 Opening reads headers only (`formats`); a checkpoint's values are mapped (`stored`) and read when a rank takes its part.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,13 +13,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .errors import LlamaError
+from ..distributed import linear_layers, rank, world_size
+from ..errors import LlamaError
+from ..model import ModelArgs, Transformer
+from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
+from .containers import read_head, read_pth, wrong
 from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
 from .memory import check_memory, memory_estimate
-from .parallel import linear_layers
-from .quantize import Packed, pack, pack_codes
 from .stored import Checkpoint, compare, some
-from .tensorfile import read_head, read_pth, wrong
 
 __all__ = ["Checkpoint", "check_memory", "load", "memory_estimate", "open_checkpoint"]
 
@@ -87,7 +89,7 @@ def load(
     rank: int = 0,
     world: int = 1,
     progress: bool = False,
-    form: str | None = None,
+    scheme: str | None = None,
     device: torch.device | None = None,
 ) -> None:
     """Give every parameter of `model` (keys of Meta's, shapes of this rank) its values.
@@ -95,22 +97,22 @@ def load(
     On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
     With `form` (see quantize.py) the parallel layers get their `packed` form on `device` instead of a weight, one after
     another; the rest of the model, made on the CPU, moves there. LlamaError names missing and misshapen weights, before
-    anything is changed, and what cannot be packed when it is met; a log line names surplus ones.
+    anything is changed, and what cannot be packed when it is met; a log line names unexpected ones.
     """
     if checkpoint.taken:  # another model writes to those pages when it is trained: map them anew
         checkpoint = open_checkpoint(checkpoint.path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
     compare(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    surplus = checkpoint.surplus + [name for name in stored if name not in parameters]
-    if surplus:
-        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(surplus), some(surplus))
+    unexpected = checkpoint.unexpected + [name for name in stored if name not in parameters]
+    if unexpected:
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(unexpected), some(unexpected))
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
-        for layer_name, layer in linear_layers(model) if form else ():
+        for layer_name, layer in linear_layers(model) if scheme else ():
             name = f"{layer_name}.weight"
             weight = parameters.pop(name)
-            layer.packed = _pack_one(name, checkpoint, rank, world, str(form), device)
+            layer.packed = _pack_one(name, checkpoint, rank, world, str(scheme), device)
             layer.register_parameter("weight", None)
             bar.update(weight.numel() * weight.itemsize)
         checkpoint.taken = True
@@ -127,15 +129,15 @@ def _pack_one(
     checkpoint: Checkpoint,
     rank: int,
     world: int,
-    form: str,
+    scheme: str,
     device: torch.device | None,
-) -> Packed:
+) -> PackedWeight:
     """One weight in its packed form; its pages are given back."""
     try:
-        if checkpoint.entries[name].form:
+        if checkpoint.entries[name].scheme:
             codes, scales = checkpoint.codes(name, rank, world)
-            return pack_codes(codes.to(device=device), scales.to(device=device), form)
-        return pack(checkpoint.read(name, rank, world).to(device=device), form)
+            return pack_codes(codes.to(device=device), scales.to(device=device), scheme)
+        return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
     finally:
@@ -167,3 +169,69 @@ def _load_one(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, rank: 
         pieces = iter(listed)
     checkpoint.fill(parameter.data, name, pieces, world)
     return parameter
+
+
+@contextlib.contextmanager
+def defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this device and dtype within; torch's defaults are as before afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    vocab_size: int,
+    max_seq_len: int,
+    max_batch_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: str | None = None,
+) -> Transformer:
+    """This rank's part of the checkpoint in a new model."""
+    for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise LlamaError(f"{name}={value!r} must be a whole number of at least 1")
+    sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    args = ModelArgs(**{**checkpoint.params, **sizes})
+    rows = checkpoint.shape("tok_embeddings.weight")[0]
+    if rows != vocab_size:
+        raise LlamaError(
+            f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}: "
+            f"give the tokenizer that belongs to this checkpoint"
+        )
+    scheme = pick_scheme(quantize, checkpoint.quantized)
+    check_memory(args, device, dtype, world_size(), scheme)
+    with defaults(torch.device("cpu") if scheme else device, dtype):  # weights that will be packed are never touched
+        model = Transformer(args)
+    load(
+        model,
+        checkpoint,
+        rank=rank(),
+        world=world_size(),
+        progress=rank() == 0,
+        scheme=scheme,
+        device=device if scheme else None,
+    )
+    return model
+
+
+def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
+    """The form of the layers' weights: what is asked for, else what the file holds; None: as they are."""
+    if quantize is not None and quantize not in SCHEMES:
+        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(SCHEMES)} or None")
+    if quantize is not None and stored is not None and not quantize.startswith(stored):
+        raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
+    return quantize or stored
+
+
+def find_tokenizer(checkpoint: Checkpoint) -> Path:
+    """The tokenizer beside the checkpoint; FileNotFoundError where there is none."""
+    if checkpoint.tokenizer_path is None:
+        raise FileNotFoundError(f"no tokenizer.model beside {checkpoint.path}: pass tokenizer_path (--tokenizer)")
+    return Path(checkpoint.tokenizer_path)

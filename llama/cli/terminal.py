@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from . import parallel
-from .conversation import Conversation
-from .errors import LlamaError
-from .generation import Llama
+from .. import distributed as parallel
+from ..errors import LlamaError
+from ..generation import Llama
+from ..serving.conversation import Conversation
 
-_INSTALLED = Path(__file__).resolve().parent / "demo"
+_INSTALLED = Path(__file__).resolve().parents[1] / "demo"
 DEMO = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "checkpoints" / "demo"
 
 _HELP = """/system TEXT  sets the system text, which goes before the first question; without TEXT there is none

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .errors import LlamaError
-from .tokenizer import StreamDecoder
+from ..errors import LlamaError
+from ..tokenizer import StreamDecoder
 
 
 def check_stops(stops: Any) -> tuple[str, ...]:

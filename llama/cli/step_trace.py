@@ -16,17 +16,17 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel.initialize import get_model_parallel_group  # type: ignore[import-untyped]
 from torch import Tensor
 
-from . import parallel
-from .generation import Llama
-from .model import Attention, Transformer, apply_rotary_emb, repeat_kv
-from .sampling import Sampling, distribution, nucleus, row_generator
+from .. import distributed as parallel
+from ..engine.sampling import Sampling, distribution, nucleus, row_generator
+from ..generation import Llama
+from ..model import Attention, Transformer, apply_rotary_emb, repeat_kv
 
 CANDIDATES = 5  # of each step
 
 Stage: TypeAlias = tuple[str, str, str]  # a place on a step's way, its shape or span, what to know of it
 
 
-class Seen(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module: what went in, what came out, and when (seconds) it ended."""
 
     inputs: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepTrace:
     """One step: the positions prev_pos:cur_pos are fed, one token is drawn."""
 
     number: int
@@ -82,15 +82,15 @@ class Moment:
 
 
 @contextlib.contextmanager
-def watch(model: Transformer, layer: int) -> Iterator[dict[str, Seen]]:
+def watch(model: Transformer, layer: int) -> Iterator[dict[str, ModuleCall]]:
     """Within, each forward leaves in the dict what passed through the embedding, one layer and the head."""
-    seen: dict[str, Seen] = {}
+    seen: dict[str, ModuleCall] = {}
 
     def keep(name: str) -> Any:
         def hook(module: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
             if name in ("start", "logits") and isinstance(inputs[0], Tensor) and inputs[0].is_cuda:
                 torch.cuda.synchronize(inputs[0].device)  # else the time were that of asking, not of computing
-            seen[name] = Seen(inputs, output, time.perf_counter())
+            seen[name] = ModuleCall(inputs, output, time.perf_counter())
 
         return hook
 
@@ -125,8 +125,8 @@ def attention_weights(
 
 def follow(
     generator: Llama, ids: list[int], tokens: int, settings: Sampling, layer: int | None = None, whole: bool = True
-) -> Iterator[Moment]:
-    """Continue a prompt's ids by up to `tokens`, one `Moment` a step, the same on every rank.
+) -> Iterator[StepTrace]:
+    """Continue a prompt's ids by up to `tokens`, one `StepTrace` a step, the same on every rank.
 
     `layer` is the one whose attention is looked at, None for no attention. Without `whole`, masks and attention are
     kept for the last token fed only: those of a prompt of 4096 tokens would be gigabytes.
@@ -143,7 +143,7 @@ def follow(
             _, start_pos, _, mask = seen["block"].inputs
             rows = slice(None) if whole else slice(-1, None)
             parts = _gather(_part(attention, seen, None if layer is None else rows))
-            yield Moment(
+            yield StepTrace(
                 number=number,
                 phase="prefill" if start_pos == 0 else "decode",
                 prev_pos=start_pos,
@@ -162,7 +162,7 @@ def follow(
             )
 
 
-def _part(attention: Attention, seen: dict[str, Seen], rows: slice | None) -> dict[str, Any]:
+def _part(attention: Attention, seen: dict[str, ModuleCall], rows: slice | None) -> dict[str, Any]:
     """What this rank alone knows of a step: the shapes on it, and what its heads look at from `rows` of those fed."""
     rank, heads = parallel.rank(), attention.n_local_heads
     part: dict[str, Any] = {
@@ -189,7 +189,9 @@ def _gather(part: dict[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
-def _stages(seen: dict[str, Seen], parts: list[dict[str, Any]], attention: Attention, n_layers: int) -> list[Stage]:
+def _stages(
+    seen: dict[str, ModuleCall], parts: list[dict[str, Any]], attention: Attention, n_layers: int
+) -> list[Stage]:
     """A step's way through the model; what is cut over the ranks stands there once for each of them."""
     start_pos, mask, hidden = seen["block"].inputs[1], seen["block"].inputs[3], seen["hidden"].output
     end, ranks, room = start_pos + hidden.shape[1], len(parts), attention.cache_k.shape[1]
@@ -222,7 +224,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _choice(tokenizer: Any, logits: Tensor, settings: Sampling, token: int) -> dict[str, Any]:
-    """The fields of a `Moment` about candidates and draw, from the last token's logits (v,)."""
+    """The fields of a `StepTrace` about candidates and draw, from the last token's logits (v,)."""
     raw = torch.softmax(logits, dim=-1)
     if settings.temperature == 0:  # all for the likeliest, whatever top-p is
         tempered = torch.zeros_like(raw).index_fill(0, logits.argmax(), 1.0)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..errors import LlamaError
+from ..quantization import quantize_int4, quantize_int8
 from . import llama2c
-from .checkpoint import Checkpoint, open_checkpoint
-from .errors import LlamaError
+from .containers import raw_bytes, read_json, write_safetensors, write_tensor
+from .loading import Checkpoint, open_checkpoint
 from .memory import count_parameters, ffn_width, gigabytes, memory_estimate
-from .quantize import quantize_int4, quantize_int8
-from .stored import hf_name, kind_of, some, to_halves
-from .tensorfile import raw_bytes, read_json, write_safetensors, write_tensor
+from .stored import hf_name, pairs_to_halves, some, weight_spec
 
 logger = logging.getLogger("llama")
 
@@ -56,7 +56,7 @@ class Source:
         part = stored.to(self.dtype(name)).contiguous()
         if self._dtype == torch.float16 and part.isinf().any():
             raise LlamaError(f"{self.checkpoint.path}: {name} holds values beyond float16's range: keep bfloat16")
-        if rank == 0 or kind_of(name).axis is not None:
+        if rank == 0 or weight_spec(name).axis is not None:
             self._bar.update(part.numel() * part.itemsize)
         return part
 
@@ -204,7 +204,7 @@ def _write_meta(source: Source, folder: Path, context: int, shards: int) -> None
     _finish_meta(checkpoint, folder)
 
 
-def _write_quantized(source: Source, folder: Path, form: str) -> None:
+def _write_quantized(source: Source, folder: Path, scheme: str) -> None:
     """One file in Meta's format, with codes in X.weight and scales in X.scales for all but the embedding and norms."""
     tensors: dict[str, Tensor] = {}
     for name in source.checkpoint.names():
@@ -213,7 +213,7 @@ def _write_quantized(source: Source, folder: Path, form: str) -> None:
             tensors[name] = weight
             continue
         try:
-            codes, scales = quantize_int4(weight) if form == "int4" else quantize_int8(weight)
+            codes, scales = quantize_int4(weight) if scheme == "int4" else quantize_int8(weight)
         except ValueError as error:
             raise LlamaError(f"{source.checkpoint.path}: {name}: {error}") from None
         tensors[name], tensors[name.removesuffix("weight") + "scales"] = codes, scales
@@ -272,9 +272,9 @@ def _group(source: Source, names: list[str]) -> list[list[str]]:
 def _hf_tensor(source: Source, name: str) -> Tensor:
     tensor, params = source.read(name), source.params
     if name.endswith("attention.wq.weight"):
-        return to_halves(tensor, params["n_heads"])
+        return pairs_to_halves(tensor, params["n_heads"])
     if name.endswith("attention.wk.weight"):
-        return to_halves(tensor, params["n_kv_heads"] or params["n_heads"])
+        return pairs_to_halves(tensor, params["n_kv_heads"] or params["n_heads"])
     return tensor
 
 
@@ -449,7 +449,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("", f"ffn {width}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("vocabulary", str(rows)),
         ("context", str(checkpoint.context or "not stored")),
-        *([("not used", some(checkpoint.surplus))] if checkpoint.surplus else []),
+        *([("not used", some(checkpoint.unexpected))] if checkpoint.unexpected else []),
     ]
 
 

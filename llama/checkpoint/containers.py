@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from .errors import LlamaError
+from ..errors import LlamaError
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,

@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from .errors import LlamaError
+from ..errors import LlamaError
 
 
-class Turn:
+class CacheLock:
     """Who may use a model's cache: callers in other threads wait, unless a stream is open."""
 
-    _of_model: ClassVar["weakref.WeakKeyDictionary[Any, Turn]"] = weakref.WeakKeyDictionary()
+    _of_model: ClassVar["weakref.WeakKeyDictionary[Any, CacheLock]"] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,7 +21,7 @@ class Turn:
         self.cached: list[int] = []  # ids that cache row 0 holds, where a single stream left it
 
     @classmethod
-    def of(cls, generator: Any) -> "Turn":
+    def of(cls, generator: Any) -> "CacheLock":
         """The turn that all generators on one model share; a stub that no weak key can hold gives each its own."""
         try:
             return cls._of_model.setdefault(generator.model, cls())

@@ -1,55 +1,48 @@
-"""Process groups and the three tensor-parallel layers.
-
-A weight matrix ``W`` (out x in) is cut over the ranks of the model-parallel group::
-
-    column parallel (wq wk wv w1 w3 output)     row parallel (wo w2)
-
-        y = x W^T                                    y = sum over ranks of  x_r W_r^T
-        +-------+ rank 0                             +---+---+
-        |-------|          each rank computes        |   |   |   each rank has its slice of x;
-        +-------+ rank 1   a slice of y              +---+---+   one all-reduce adds the parts
-                                                       0   1
-"""
+"""Process groups: their life, who is in them, and what ranks tell each other."""
 
 import contextlib
 import datetime
 import io
-import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 try:
     from fairscale.nn.model_parallel import initialize as fs_init  # type: ignore[import-untyped]
-    from fairscale.nn.model_parallel import layers as fs_layers
-    from fairscale.nn.model_parallel.mappings import (  # type: ignore[import-untyped]
-        copy_to_model_parallel_region,
-        gather_from_model_parallel_region,
-        reduce_from_model_parallel_region,
-        scatter_to_model_parallel_region,
-    )
 except ImportError as error:
     raise ImportError(
         f"llama needs the package fairscale, which {sys.executable} cannot import ({error}); "
         f"install it with: {sys.executable} -m pip install fairscale"
     ) from error
 
-from .errors import LlamaError
+from ..errors import LlamaError
 
-# ----------------------------------------------------------------------------------------------- ranks
+_pretended_world_size: int | None = None
+
+
+@contextlib.contextmanager
+def shard_as(ranks: int) -> Iterator[None]:
+    """Layers made within are one rank's share of `ranks`, without any process group: to measure one rank alone."""
+    global _pretended_world_size
+    before, _pretended_world_size = _pretended_world_size, ranks
+    try:
+        yield
+    finally:
+        _pretended_world_size = before
 
 
 def world_size() -> int:
     """Ranks that share one model; 1 where no model-parallel group is up."""
+    if _pretended_world_size is not None:
+        return _pretended_world_size
     return int(fs_init.get_model_parallel_world_size()) if fs_init.model_parallel_is_initialized() else 1
 
 
@@ -66,7 +59,7 @@ def broadcast(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def naming_lost_ranks() -> Iterator[None]:
+def translate_distributed_errors() -> Iterator[None]:
     """Within, an error of the network that ends a wait for other ranks is a LlamaError that says what to do."""
     try:
         yield
@@ -79,7 +72,7 @@ def naming_lost_ranks() -> Iterator[None]:
         ) from error
 
 
-@naming_lost_ranks()
+@translate_distributed_errors()
 def broadcast_object(value: Any) -> Any:
     """The first rank's (picklable) value on every rank."""
     if world_size() == 1:
@@ -90,7 +83,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def all_or_none(doing: str) -> Iterator[None]:
+def raise_on_all_ranks(doing: str) -> Iterator[None]:
     """Run the body on every rank; if it fails on any, it fails on all, with that rank's message.
 
     Without it, the ranks that succeeded would wait in their next collective for those that did not.
@@ -103,7 +96,7 @@ def all_or_none(doing: str) -> Iterator[None]:
     if world_size() > 1:
         messages: list[str | None] = [None] * world_size()
         mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-        with naming_lost_ranks():
+        with translate_distributed_errors():
             dist.all_gather_object(messages, mine, group=fs_init.get_model_parallel_group())
         others = [f"rank {r} failed {doing}: {text}" for r, text in enumerate(messages) if text is not None]
         if failure is None and others:
@@ -112,53 +105,20 @@ def all_or_none(doing: str) -> Iterator[None]:
         raise failure
 
 
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """CUDA if there is one, else the CPU; ``cuda`` without an index is the GPU numbered LOCAL_RANK. LlamaError for a
-    device that is not there.
-    """
-    try:
-        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    except (RuntimeError, TypeError):  # torch's message lists two dozen
-        raise LlamaError(f"device={device!r} is none that torch knows: take 'cpu', 'cuda', 'cuda:N' or 'mps'") from None
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no Apple GPU; use device='cpu'")
-    if chosen.type != "cuda":
-        return chosen
-    if not torch.cuda.is_available():
-        raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no CUDA GPU; use device='cpu'")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
-    if index >= torch.cuda.device_count():
-        raise LlamaError(
-            f"this machine's ranks need GPU number {index}, but it has {torch.cuda.device_count()} GPU(s): start "
-            f"at most {torch.cuda.device_count()} rank(s) here (torchrun --nproc_per_node {torch.cuda.device_count()})"
-        )
-    return torch.device("cuda", index)
-
-
-def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """float32 on a CPU; on a GPU bfloat16 where it has that, else float16."""
-    if dtype is None:
-        if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        return torch.float16 if device.type == "mps" else torch.float32
-    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if chosen not in (torch.float32, torch.bfloat16, torch.float16):
-        raise LlamaError(f"dtype={dtype!r} must be one of float32, bfloat16, float16 or None")
-    return chosen
-
-
 # ---------------------------------------------------------------------------------- process groups
 
 
 class ProcessGroups:
-    """The groups one generator runs in; `close` takes down what `set_up` put up, once nobody uses it.
+    """The groups one generator runs in; `close` takes down what `initialize_groups` put up, once nobody uses it.
 
     Groups that the caller had made before stay up.  While open, ranks other than the first print nothing to stdout.
     """
 
     _users = 0  # open ProcessGroups in this process
     _worlds_made = 0
-    _met: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None  # as `_meet` found it, for later groups
+    _rendezvous_result: tuple[tuple[str, ...], tuple[Store, int, int]] | None = (
+        None  # as `_rendezvous` found it, kept for later groups
+    )
     _made_world = _made_model_parallel = False
     _stdout: TextIO | None = None  # the real one, while this rank is muted
     _muted: TextIO | None = None  # what stands in its place
@@ -187,11 +147,11 @@ class ProcessGroups:
             self.is_open = False
             cls._users -= 1
             if cls._users == 0:
-                tear_down(wait)
+                destroy_groups(wait)
 
 
-def tear_down(wait: bool = True) -> None:
-    """Destroy the groups that `set_up` made and give stdout back."""
+def destroy_groups(wait: bool = True) -> None:
+    """Destroy the groups that `initialize_groups` made and give stdout back."""
     cls = ProcessGroups
     if wait and cls._made_world and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):  # a peer that is gone already
@@ -208,7 +168,7 @@ def tear_down(wait: bool = True) -> None:
         cls._stdout = cls._muted = None
 
 
-def set_up(
+def initialize_groups(
     model_parallel_size: int | None,
     device: torch.device,
     backend: str | None = None,
@@ -240,7 +200,7 @@ def set_up(
                 )
         except BaseException:
             if cls._users == 0:
-                tear_down(wait=False)
+                destroy_groups(wait=False)
             raise
         return ProcessGroups()
 
@@ -273,13 +233,13 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"torchrun, or unset WORLD_SIZE to run on one"
         )
     try:
-        store, this_rank, ranks = _meet(limit)
+        store, this_rank, ranks = _rendezvous(limit)
         # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
         ProcessGroups._worlds_made += 1
         store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
     except BaseException as error:
-        ProcessGroups._met = None  # perhaps its server is gone
+        ProcessGroups._rendezvous_result = None  # perhaps its server is gone
         if not isinstance(error, RuntimeError):
             raise
         raise LlamaError(
@@ -289,118 +249,15 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
         ) from error
 
 
-def _meet(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
+def _rendezvous(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
     """The store at MASTER_ADDR:MASTER_PORT, this rank and the number of ranks. Joined once in a process: if the first
     rank took its server down with one group and put it up with the next, it would cut off ranks that were quicker.
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     place = (str(os.getpid()), *(os.environ[name] for name in names))
-    if ProcessGroups._met is None or ProcessGroups._met[0] != place:
+    if ProcessGroups._rendezvous_result is None or ProcessGroups._rendezvous_result[0] != place:
         wait: dict[str, Any] = {"timeout": limit} if limit else {}
-        ProcessGroups._met = place, next(rendezvous("env://", **wait))
+        ProcessGroups._rendezvous_result = place, next(rendezvous("env://", **wait))
     if limit is not None:
-        ProcessGroups._met[1][0].set_timeout(limit)
-    return ProcessGroups._met[1]
-
-
-# ------------------------------------------------------------------------------------------- layers
-
-
-def _part(total: int, what: str) -> int:
-    ranks = world_size()
-    if total % ranks:
-        raise LlamaError(
-            f"{what}={total} is not divisible by the {ranks} ranks that share the model: start {math.gcd(total, ranks)}"
-        )
-    return total // ranks
-
-
-# Rows up to which MKL multiplies W x faster than x W^T in float32: 2.1 x at 2 rows, 1.3 x at 16 (docs/performance.md).
-FEW_ROWS = 64
-
-
-def _times(layer: Any, x: Tensor) -> Tensor:
-    """x (..., in) times the layer's weight, transposed: (..., out); by its packed form where it has one."""
-    if layer.packed is not None:
-        return layer.packed(x)  # type: ignore[no-any-return]
-    rows = x.numel() // max(x.shape[-1], 1)
-    if x.dtype == torch.float32 and x.device.type == "cpu" and 1 < rows <= FEW_ROWS:
-        return (layer.weight @ x.reshape(rows, -1).T).T.contiguous().view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
-    return F.linear(x, layer.weight)
-
-
-class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc]
-    """FairScale's layer without its full master weight: this rank's rows are allocated, and nothing else.
-
-    `weight` (out_features / ranks, in_features), uninitialised. Input (..., in_features), output (..., out_features)
-    where gathered, else this rank's slice of it. `packed` (see quantize.py) stands in for the weight where it is set.
-    """
-
-    packed: Callable[[Tensor], Tensor] | None = None
-
-    def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.gather_output = gather_output
-        self.output_size_per_partition = _part(out_features, "out_features")
-        self.weight = nn.Parameter(torch.empty(self.output_size_per_partition, in_features))
-        self.register_parameter("bias", None)
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """The whole input (..., in_features) to the output as described above."""
-        if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
-            return _times(self, input_)
-        output = _times(self, copy_to_model_parallel_region(input_))
-        return gather_from_model_parallel_region(output) if self.gather_output else output
-
-
-class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
-    """FairScale's layer without its full master weight; the ranks' partial products are added by one all-reduce.
-
-    `weight` (out_features, in_features / ranks), uninitialised. Input: this rank's slice of (..., in_features) where
-    `input_is_parallel`, else the whole; output (..., out_features). `packed` as above.
-    """
-
-    packed: Callable[[Tensor], Tensor] | None = None
-
-    def __init__(self, in_features: int, out_features: int, input_is_parallel: bool = True) -> None:
-        nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.input_is_parallel = input_is_parallel
-        self.input_size_per_partition = _part(in_features, "in_features")
-        self.weight = nn.Parameter(torch.empty(out_features, self.input_size_per_partition))
-        self.register_parameter("bias", None)
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """The input as described above to the whole output (..., out_features), the same on every rank."""
-        if world_size() == 1:
-            return _times(self, input_)
-        local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
-        return reduce_from_model_parallel_region(_times(self, local))  # type: ignore[no-any-return]
-
-
-def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that may hold a `packed` weight, by name, in the order of the model's `state_dict`."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
-
-
-class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
-    """FairScale's layer without its full master weight; cut along the embedding dimension, as Llama 2's files are.
-
-    `weight` (num_embeddings, embedding_dim / ranks), uninitialised. Ids (...) to vectors (..., embedding_dim).
-    """
-
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
-        nn.Module.__init__(self)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.embedding_dim_per_partition = _part(embedding_dim, "embedding_dim")
-        self.weight = nn.Parameter(torch.empty(num_embeddings, self.embedding_dim_per_partition))
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""
-        local = F.embedding(input_, self.weight)
-        return local if world_size() == 1 else gather_from_model_parallel_region(local)
+        ProcessGroups._rendezvous_result[1][0].set_timeout(limit)
+    return ProcessGroups._rendezvous_result[1]

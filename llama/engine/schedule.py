@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import model as architecture
-from . import parallel
-from .errors import LlamaError
-from .model import Transformer
+from .. import distributed as parallel
+from .. import model as architecture
+from ..errors import LlamaError
+from ..model import Transformer
 from .sampling import (
     History,
     Sampling,
@@ -65,7 +65,7 @@ class Request:
 
 
 @dataclass
-class Row:
+class RowState:
     """One prompt on its way: its tokens so far, and what is known of them."""
 
     index: int
@@ -114,7 +114,7 @@ _OURS: dict[type, Any] = {
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def watched(model: Any) -> bool:
+def has_hooks_or_overrides(model: Any) -> bool:
     """Whether any forward is not ours (a stub, a subclass, a patched method) or any hook would notice a difference."""
     if type(model) is not Transformer or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
@@ -171,7 +171,7 @@ class Decoding:
         self.request = request
         window = model.params.max_seq_len
         self.rows = [
-            Row(i, prompt, min(window, len(prompt) + request.max_gen_len), list(prompt))
+            RowState(i, prompt, min(window, len(prompt) + request.max_gen_len), list(prompt))
             for i, prompt in enumerate(prompts)
         ]
         self.reach = 0  # cache positions that the steps may come to read
@@ -202,8 +202,8 @@ class Decoding:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
         self.reach = max((row.limit for row in self.rows), default=0)
         needy = [row for row in self.rows if row.has_room or row.unscored(self.request)]
-        with parallel.naming_lost_ranks():
-            if not watched(self.model):
+        with parallel.translate_distributed_errors():
+            if not has_hooks_or_overrides(self.model):
                 yield from self._batched(deque(needy))
                 return
             for first in range(0, len(needy), self.batch_size):
@@ -211,7 +211,7 @@ class Decoding:
 
     # -------------------------------------------------------------------- the published schedule
 
-    def _published(self, rows: list[Row]) -> Iterator[Step]:
+    def _published(self, rows: list[RowState]) -> Iterator[Step]:
         """The prompts up to the shortest one's length at once, then one position a step for all rows."""
         if not rows:
             return
@@ -239,9 +239,9 @@ class Decoding:
 
     # -------------------------------------------------------------------------- our own schedule
 
-    def _batched(self, waiting: deque[Row]) -> Iterator[Step]:
+    def _batched(self, waiting: deque[RowState]) -> Iterator[Step]:
         """Active rows are cache rows 0 to len(active) - 1; whenever one is free and a prompt waits, it moves in."""
-        active: list[Row] = []
+        active: list[RowState] = []
         while waiting or active:
             if waiting and len(active) < self.batch_size:
                 count = min(self.batch_size - len(active), len(waiting))
@@ -254,7 +254,7 @@ class Decoding:
             self._retire(active)
 
     @torch.no_grad()
-    def _prefill(self, new: list[Row], first: int) -> Tensor:
+    def _prefill(self, new: list[RowState], first: int) -> Tensor:
         """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
@@ -280,7 +280,7 @@ class Decoding:
         return self._head(torch.stack(states)) if states else torch.empty(0, 0)
 
     @torch.no_grad()
-    def _decode(self, active: list[Row]) -> Tensor:
+    def _decode(self, active: list[RowState]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]
         if self.decoder is not None:
@@ -292,7 +292,7 @@ class Decoding:
     def _head(self, h: Tensor) -> Tensor:
         return self.model.output(h).float()  # type: ignore[no-any-return]
 
-    def _retire(self, active: list[Row]) -> None:
+    def _retire(self, active: list[RowState]) -> None:
         """Take finished rows out; the last active row moves into the gap, so that active rows stay together."""
         for i in reversed(range(len(active))):
             if not active[i].has_room:
@@ -303,7 +303,7 @@ class Decoding:
 
     # ------------------------------------------------------------------------------ one step's end
 
-    def _score(self, row: Row, logits: Tensor, start: int) -> None:
+    def _score(self, row: RowState, logits: Tensor, start: int) -> None:
         """Append the log-probabilities of the prompt's tokens start + 1 .. from logits (s, v) of start .. ."""
         wanted = torch.tensor(row.prompt[start + 1 : start + 1 + len(logits)], dtype=torch.long, device=logits.device)
         found = F.log_softmax(logits[: len(wanted)].float(), dim=-1).gather(-1, wanted[:, None])[:, 0]  # (s,)
@@ -311,7 +311,7 @@ class Decoding:
             raise _broken(row, f"at prompt position {start + int(found.isnan().nonzero()[0])}")
         row.prompt_logprobs += found.tolist()
 
-    def _choose(self, logits: Tensor, rows: list[Row]) -> Iterator[Step]:
+    def _choose(self, logits: Tensor, rows: list[RowState]) -> Iterator[Step]:
         """The next token of each row from its logits (n, v), the same on every rank."""
         if not rows:
             return
@@ -319,7 +319,9 @@ class Decoding:
             yield self._advance(row, token, logprob, top)
 
     @torch.no_grad()
-    def _pick(self, logits: Tensor, rows: list[Row]) -> list[tuple[Row, int, float | None, dict[int, float] | None]]:
+    def _pick(
+        self, logits: Tensor, rows: list[RowState]
+    ) -> list[tuple[RowState, int, float | None, dict[int, float] | None]]:
         request, logits = self.request, logits.float()  # a stub's may be of any type
         broken = ~torch.isfinite(logits.amax(-1))  # NaN, +inf, or nothing but -inf
         sound = logits if logits.device.type == "cpu" and not broken.any() else logits.masked_fill(broken[:, None], 0.0)
@@ -342,7 +344,7 @@ class Decoding:
                 raise _broken(row, f"at step {len(row.output)}")
         return list(zip(rows, ids, logprobs, tops, strict=True))
 
-    def _draw(self, logits: Tensor, rows: list[Row]) -> Tensor:
+    def _draw(self, logits: Tensor, rows: list[RowState]) -> Tensor:
         """Ids (n,) from sound raw logits (n, v)."""
         settings = self.request.sampling
         if settings.penalises:
@@ -360,7 +362,7 @@ class Decoding:
         slots = [row.index for row in rows] if self.aligned else list(range(len(rows)))
         return sample_in_slots(probs, settings.top_p, slots, len(self.rows) if self.aligned else len(rows))[:, 0]
 
-    def _advance(self, row: Row, token: int, logprob: float | None, top: dict[int, float] | None) -> Step:
+    def _advance(self, row: RowState, token: int, logprob: float | None, top: dict[int, float] | None) -> Step:
         """Give the row its token; the step says whether it was the last."""
         row.tokens.append(token)
         if logprob is not None:
@@ -376,7 +378,7 @@ class Decoding:
         return Step(row.index, token, logprob, row.finish_reason)
 
 
-def _broken(row: Row, where: str) -> LlamaError:
+def _broken(row: RowState, where: str) -> LlamaError:
     return LlamaError(
         f"prompt {row.index}: the model's logits {where} are NaN, +inf or all -inf (they must be finite): "
         f"a float16 model that overflows runs in dtype='bfloat16' or 'float32'; else check the weights "

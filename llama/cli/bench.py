@@ -6,7 +6,6 @@ must read every weight but the embedding once, and each row's cache up to its po
 a weight and token, and the attention's products.
 """
 
-import contextlib
 import functools
 import json
 import resource
@@ -14,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import model as architecture
-from . import parallel
-from .compiled import compile_model
-from .errors import LlamaError
-from .generation import Llama, defaults, pick_form
-from .memory import check_memory, gigabytes
-from .model import ModelArgs, Transformer
-from .quantize import pack
+from .. import distributed as parallel
+from ..checkpoint import defaults, pick_scheme
+from ..checkpoint.memory import check_memory, gigabytes
+from ..engine.compiled import compile_model
+from ..errors import LlamaError
+from ..generation import Llama
+from ..model import ModelArgs, Transformer
+from ..quantization import pack
 
 # name: dim, layers, heads, kv heads, multiple_of, ffn_dim_multiplier (which give the usual width)
 SHAPES: dict[str, tuple[int, int, int, int, int, float | None]] = {
@@ -75,7 +74,7 @@ def random_model(
     dtype: torch.dtype,
     max_seq_len: int,
     max_batch_size: int,
-    form: str | None = None,
+    scheme: str | None = None,
     compile: bool = False,
 ) -> Llama:
     """A generator with random weights of a named shape, made on the device. The caller has a process group up."""
@@ -86,37 +85,26 @@ def random_model(
         dim, layers, heads, kv_heads, VOCABULARY, multiple_of, multiplier, 1e-5, max_batch_size, max_seq_len
     )
     ranks = 8 if shape == "70b-of-8" else parallel.world_size()
-    check_memory(args, device, dtype, ranks, form)
+    check_memory(args, device, dtype, ranks, scheme)
     with defaults(
-        torch.device("cpu") if form else device, dtype
+        torch.device("cpu") if scheme else device, dtype
     ):  # as in `build`: what will be packed is never touched
-        with _cut_for(ranks):
+        with parallel.shard_as(ranks):
             model = Transformer(args)
         model.tok_embeddings = parallel.ParallelEmbedding(VOCABULARY, dim)  # whole, where ranks are pretended
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 values = torch.ones_like(parameter) if parameter.ndim == 1 else _noise(parameter, device)
-                if form and hasattr(module, "packed"):
-                    module.packed = pack(values, form)  # type: ignore[assignment]
+                if scheme and hasattr(module, "packed"):
+                    module.packed = pack(values, scheme)  # type: ignore[assignment]
                     module.register_parameter(name, None)
                 else:
                     parameter.data = values.to(device)
     generator = Llama(model, NoTokenizer())
     if compile:
-        generator._decoder = compile_model(model)
+        generator.decoder = compile_model(model)
     return generator
-
-
-@contextlib.contextmanager
-def _cut_for(ranks: int) -> Iterator[None]:
-    """Layers made within are one rank's share of `ranks` (in every thread); they run alone, so nothing is sent."""
-    before = parallel.world_size
-    parallel.world_size = architecture.world_size = lambda: ranks  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        parallel.world_size = architecture.world_size = before  # type: ignore[attr-defined]
 
 
 def _noise(like: Tensor, device: torch.device) -> Tensor:
@@ -309,7 +297,7 @@ def bench(
     for name, value, least in (("prompt", prompt, 1), ("trials", trials, 1), ("tokens", tokens, 2)):
         if type(value) is not int or value < least:
             raise LlamaError(f"{name}={value!r} must be a whole number of at least {least}")
-    pick_form(quantize, None)
+    pick_scheme(quantize, None)
     with _generator(shape, ckpt, prompt + tokens, max(rows), place, kind, quantize, compile) as generator:
         report = measure(generator, rows, prompt, tokens, trials)
         report |= {"shape": ckpt or shape, "dtype": str(kind).removeprefix("torch."), "quantize": quantize}
@@ -347,7 +335,7 @@ def _generator(
         )
         generator.tokenizer = NoTokenizer()  # a stop token would end a row early, and its steps are counted
         return generator
-    groups = parallel.set_up(None, device, None, None)
+    groups = parallel.initialize_groups(None, device, None, None)
     try:
         generator = random_model(shape, device, dtype, window, rows, quantize, compile)
     except BaseException:
@@ -386,7 +374,7 @@ def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, tria
                 "spread": speed.spread,
             }
         )
-    compiled = generator._decoder.seconds if generator._decoder else 0.0
+    compiled = generator.decoder.seconds if generator.decoder else 0.0
     return {
         "batches": rows,
         "read_bytes_s": reading,
@@ -400,8 +388,8 @@ def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, tria
 
 def print_table(report: dict[str, Any]) -> None:
     """What `measure` and `machine` found, for people."""
-    form = report["quantize"] or report["dtype"]
-    print(f"{report['shape']}, {form}{', compiled' if report['compile'] else ''}, {report['device']}, ", end="")
+    scheme = report["quantize"] or report["dtype"]
+    print(f"{report['shape']}, {scheme}{', compiled' if report['compile'] else ''}, {report['device']}, ", end="")
     print(f"{report['threads']} threads, torch {report['torch']}, commit {report['commit']}")
     print(
         f"limits of this machine now: {report['read_bytes_s'] / 1e9:.1f} GB/s read, "

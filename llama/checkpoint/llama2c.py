@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import LlamaError
-from .tensorfile import map_file, read_head, view, wrong
+from ..errors import LlamaError
+from .containers import map_file, read_head, view, wrong
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER = 256  # bytes, versions 1 and 2; version 0 has seven ints and nothing else

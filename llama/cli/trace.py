@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
-from . import parallel
-from .errors import LlamaError
-from .generation import Llama
-from .sampling import Sampling
+from .. import distributed as parallel
+from ..engine.sampling import Sampling
+from ..errors import LlamaError
+from ..generation import Llama
+from .step_trace import StepTrace, follow, piece
 from .terminal import open_model
-from .watch import Moment, follow, piece
 
 WIDTH = 98  # columns of what is printed
 MOST = 16  # heads, or positions, of one table of attention
@@ -33,7 +33,7 @@ class Trace:
     temperature: float
     top_p: float
     layer: int | None
-    steps: list[Moment]
+    steps: list[StepTrace]
 
 
 def trace(
@@ -82,7 +82,7 @@ def trace(
         for moment in follow(generator, ids, tokens, settings, kept, whole=html is not None):
             found.steps.append(moment)
             print("\n".join(step_lines(found, tokens, layer is not None)), flush=True)
-        with parallel.all_or_none("writing the page"):
+        with parallel.raise_on_all_ranks("writing the page"):
             if html and parallel.rank() == 0:
                 write_page(found, html)
                 print(f"page written to {html}: open it in a browser")
@@ -172,7 +172,7 @@ def step_lines(found: Trace, tokens: int, heads: bool) -> Iterator[str]:
     yield ""
 
 
-def _candidate_lines(found: Trace, step: Moment) -> Iterator[str]:
+def _candidate_lines(found: Trace, step: StepTrace) -> Iterator[str]:
     titles = ("model says", f"temperature {found.temperature:g}", f"top-p {found.top_p:g}")
     yield f"  {'candidate':20}    id  {titles[0]:>10}  {titles[1]:>15}  {titles[2]:>10}"
     for option in step.candidates:
@@ -183,7 +183,7 @@ def _candidate_lines(found: Trace, step: Moment) -> Iterator[str]:
     yield f"  kept: {step.n_kept} of {found.vocab_size} ({until if found.temperature else 'temperature 0 is greedy'})"
 
 
-def _head_lines(found: Trace, step: Moment) -> Iterator[str]:
+def _head_lines(found: Trace, step: StepTrace) -> Iterator[str]:
     """What the last token fed looks at, a column for each head; where there are many, the positions that get most."""
     pieces = [*found.pieces, *(earlier.piece for earlier in found.steps)][: step.cur_pos]
     shares = [head.weights[-1] for head in step.heads]

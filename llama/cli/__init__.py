@@ -1,0 +1,1 @@
+"""python -m llama: one file for each command."""

@@ -1,0 +1,42 @@
+"""Which device and dtype a rank computes with."""
+
+import os
+
+import torch
+
+from ..errors import LlamaError
+
+
+def pick_device(device: str | torch.device | None) -> torch.device:
+    """CUDA if there is one, else the CPU; ``cuda`` without an index is the GPU numbered LOCAL_RANK. LlamaError for a
+    device that is not there.
+    """
+    try:
+        chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError):  # torch's message lists two dozen
+        raise LlamaError(f"device={device!r} is none that torch knows: take 'cpu', 'cuda', 'cuda:N' or 'mps'") from None
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no Apple GPU; use device='cpu'")
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no CUDA GPU; use device='cpu'")
+    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise LlamaError(
+            f"this machine's ranks need GPU number {index}, but it has {torch.cuda.device_count()} GPU(s): start "
+            f"at most {torch.cuda.device_count()} rank(s) here (torchrun --nproc_per_node {torch.cuda.device_count()})"
+        )
+    return torch.device("cuda", index)
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
+    """float32 on a CPU; on a GPU bfloat16 where it has that, else float16."""
+    if dtype is None:
+        if device.type == "cuda":
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.float16 if device.type == "mps" else torch.float32
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if chosen not in (torch.float32, torch.bfloat16, torch.float16):
+        raise LlamaError(f"dtype={dtype!r} must be one of float32, bfloat16, float16 or None")
+    return chosen

@@ -1,0 +1,130 @@
+"""Process groups and the three tensor-parallel layers.
+
+A weight matrix ``W`` (out x in) is cut over the ranks of the model-parallel group::
+
+    column parallel (wq wk wv w1 w3 output)     row parallel (wo w2)
+
+        y = x W^T                                    y = sum over ranks of  x_r W_r^T
+        +-------+ rank 0                             +---+---+
+        |-------|          each rank computes        |   |   |   each rank has its slice of x;
+        +-------+ rank 1   a slice of y              +---+---+   one all-reduce adds the parts
+                                                       0   1
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairscale.nn.model_parallel import layers as fs_layers  # type: ignore[import-untyped]
+from fairscale.nn.model_parallel.mappings import (  # type: ignore[import-untyped]
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from torch import Tensor, nn
+
+from ..errors import LlamaError
+from .groups import world_size
+
+
+def _part(total: int, what: str) -> int:
+    ranks = world_size()
+    if total % ranks:
+        raise LlamaError(
+            f"{what}={total} is not divisible by the {ranks} ranks that share the model: start {math.gcd(total, ranks)}"
+        )
+    return total // ranks
+
+
+# Rows up to which MKL multiplies W x faster than x W^T in float32: 2.1 x at 2 rows, 1.3 x at 16 (docs/performance.md).
+FEW_ROWS = 64
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    """x (..., in) times the layer's weight, transposed: (..., out); by its packed form where it has one."""
+    if layer.packed is not None:
+        return layer.packed(x)  # type: ignore[no-any-return]
+    rows = x.numel() // max(x.shape[-1], 1)
+    if x.dtype == torch.float32 and x.device.type == "cpu" and 1 < rows <= FEW_ROWS:
+        return (layer.weight @ x.reshape(rows, -1).T).T.contiguous().view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    return F.linear(x, layer.weight)
+
+
+class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc]
+    """FairScale's layer without its full master weight: this rank's rows are allocated, and nothing else.
+
+    `weight` (out_features / ranks, in_features), uninitialised. Input (..., in_features), output (..., out_features)
+    where gathered, else this rank's slice of it. `packed` (see quantize.py) stands in for the weight where it is set.
+    """
+
+    packed: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
+        self.output_size_per_partition = _part(out_features, "out_features")
+        self.weight = nn.Parameter(torch.empty(self.output_size_per_partition, in_features))
+        self.register_parameter("bias", None)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The whole input (..., in_features) to the output as described above."""
+        if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
+            return _linear(self, input_)
+        output = _linear(self, copy_to_model_parallel_region(input_))
+        return gather_from_model_parallel_region(output) if self.gather_output else output
+
+
+class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
+    """FairScale's layer without its full master weight; the ranks' partial products are added by one all-reduce.
+
+    `weight` (out_features, in_features / ranks), uninitialised. Input: this rank's slice of (..., in_features) where
+    `input_is_parallel`, else the whole; output (..., out_features). `packed` as above.
+    """
+
+    packed: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, in_features: int, out_features: int, input_is_parallel: bool = True) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = _part(in_features, "in_features")
+        self.weight = nn.Parameter(torch.empty(out_features, self.input_size_per_partition))
+        self.register_parameter("bias", None)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The input as described above to the whole output (..., out_features), the same on every rank."""
+        if world_size() == 1:
+            return _linear(self, input_)
+        local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
+        return reduce_from_model_parallel_region(_linear(self, local))  # type: ignore[no-any-return]
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that may hold a `packed` weight, by name, in the order of the model's `state_dict`."""
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
+    """FairScale's layer without its full master weight; cut along the embedding dimension, as Llama 2's files are.
+
+    `weight` (num_embeddings, embedding_dim / ranks), uninitialised. Ids (...) to vectors (..., embedding_dim).
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.embedding_dim_per_partition = _part(embedding_dim, "embedding_dim")
+        self.weight = nn.Parameter(torch.empty(num_embeddings, self.embedding_dim_per_partition))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""
+        local = F.embedding(input_, self.weight)
+        return local if world_size() == 1 else gather_from_model_parallel_region(local)

@@ -1,0 +1,1 @@
+"""Our schedule and the published one, the sampler, stops, the cache, compiled decoding."""
