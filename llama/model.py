@@ -81,16 +81,16 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor,
     freqs_cis as for `reshape_for_broadcast`, or one table per row in real numbers (b, s, k/2, 2), for compilers.
     """
     if not freqs_cis.is_complex():
-        return _turn(xq, freqs_cis), _turn(xk, freqs_cis)
+        return _rotate(xq, freqs_cis), _rotate(xk, freqs_cis)
     xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))  # (b, s, h, k/2)
     xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))  # (b, s, g, k/2)
-    turn = reshape_for_broadcast(freqs_cis, xq_)
-    xq_out = torch.view_as_real(xq_ * turn).flatten(3)  # (b, s, h, k)
-    xk_out = torch.view_as_real(xk_ * turn).flatten(3)  # (b, s, g, k)
+    rotation = reshape_for_broadcast(freqs_cis, xq_)
+    xq_out = torch.view_as_real(xq_ * rotation).flatten(3)  # (b, s, h, k)
+    xk_out = torch.view_as_real(xk_ * rotation).flatten(3)  # (b, s, g, k)
     return xq_out.type_as(xq), xk_out.type_as(xk)
 
 
-def _turn(x: Tensor, freqs: Tensor) -> Tensor:
+def _rotate(x: Tensor, freqs: Tensor) -> Tensor:
     """The same product without complex numbers: x (b, s, heads, k), freqs (b, s, k/2, 2)."""
     a, b = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)  # (b, s, heads, k/2)
     cos, sin = freqs.unsqueeze(2).unbind(-1)  # (b, s, 1, k/2)
@@ -139,6 +139,19 @@ def _attend_one(grouped: Tensor, keys: Tensor, values: Tensor, visible: Tensor |
     return (weights.unsqueeze(-1) * values.float().unsqueeze(2)).sum(3)  # (b, g, h/g, k)
 
 
+def _with_non_finite(output: Tensor, xq: Tensor, xk: Tensor) -> Tensor:
+    """`output` (b, s, h, k), NaN where the same token's query (b, s, h, k) or key (b, s, g, k) is not finite.
+
+    torch's CPU attention gives 0 for a query that is NaN throughout, and leaves out a key of -inf: the model would go
+    on with plausible numbers. 0 * NaN and 0 * inf are NaN.
+    """
+    output = torch.add(output, xq, alpha=0)
+    n_rep = output.shape[2] // xk.shape[2]
+    if n_rep == 1:
+        return torch.add(output, xk, alpha=0)
+    return torch.add(output.view(*xk.shape[:3], n_rep, -1), xk.unsqueeze(3), alpha=0).flatten(2, 3)
+
+
 def _count(args: Any, name: str, value: int) -> int:
     if value < 1:
         raise LlamaError(f"{name}={value} must be at least 1 (dim={args.dim})")
@@ -153,6 +166,7 @@ class Attention(nn.Module):
     """
 
     qkv: Callable[[Tensor], Tensor] | None = None
+    first_row = 0  # of the cache rows that a call feeds (engine/cache.py)
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -182,46 +196,47 @@ class Attention(nn.Module):
                 self.cache_k = self.cache_k.to(device=like.device, dtype=like.dtype)
                 self.cache_v = self.cache_v.to(device=like.device, dtype=like.dtype)
 
-    def _check_room(self, bsz: int, start_pos: int, seqlen: int) -> None:
+    def _check_cache(self, bsz: int, start_pos: int, seqlen: int) -> None:
         rows, positions = self.cache_k.shape[:2]
         if start_pos < 0 or start_pos + seqlen > positions:
             raise LlamaError(
                 f"start_pos={start_pos} with seqlen={seqlen} does not fit in max_seq_len={positions}: "
                 f"feed fewer tokens or build with a larger max_seq_len"
             )
-        if bsz > rows:
+        if self.first_row + bsz > rows:
             raise LlamaError(
                 f"{bsz} rows do not fit in max_batch_size={rows} (start_pos={start_pos}, seqlen={seqlen}): "
                 f"feed fewer rows or build with a larger max_batch_size"
             )
 
-    def _remember(self, xk: Tensor, xv: Tensor, start_pos: int) -> tuple[Tensor, Tensor]:
+    def _update_cache(self, xk: Tensor, xv: Tensor, start_pos: int) -> tuple[Tensor, Tensor]:
         """Write xk, xv (b, s, g, k) at start_pos; return keys and values (b, t, g, k) of everything so far."""
         bsz, seqlen = xk.shape[:2]
         end = start_pos + seqlen
-        self.cache_k[:bsz, start_pos:end] = xk.detach()
-        self.cache_v[:bsz, start_pos:end] = xv.detach()
+        rows = slice(self.first_row, self.first_row + bsz)
+        self.cache_k[rows, start_pos:end] = xk.detach()
+        self.cache_v[rows, start_pos:end] = xv.detach()
         if start_pos == 0:
             return xk, xv
         if xk.requires_grad or xv.requires_grad:  # the cache holds no graph: take the new part from xk, xv themselves
-            old_k, old_v = self.cache_k[:bsz, :start_pos].clone(), self.cache_v[:bsz, :start_pos].clone()
+            old_k, old_v = self.cache_k[rows, :start_pos].clone(), self.cache_v[rows, :start_pos].clone()
             return torch.cat([old_k, xk], dim=1), torch.cat([old_v, xv], dim=1)
-        return self.cache_k[:bsz, :end], self.cache_v[:bsz, :end]
+        return self.cache_k[rows, :end], self.cache_v[rows, :end]
 
-    def _remember_rows(self, xk: Tensor, xv: Tensor, start_pos: Tensor, span: int) -> tuple[Tensor, Tensor]:
-        """As `_remember`, each row at its own position; the cache is read up to `span`, the mask hides the rest."""
+    def _update_cache_rows(self, xk: Tensor, xv: Tensor, start_pos: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        """As `_update_cache`, each row at its own position; the mask hides what is not a row's own up to `kv_len`."""
         bsz, seqlen = xk.shape[:2]
         rows = torch.arange(bsz, device=xk.device)[:, None]  # (b, 1)
         columns = start_pos[:, None] + torch.arange(seqlen, device=xk.device)  # (b, s)
         self.cache_k[rows, columns] = xk.detach()
         self.cache_v[rows, columns] = xv.detach()
-        return self.cache_k[:bsz, :span], self.cache_v[:bsz, :span]
+        return self.cache_k[:bsz, :kv_len], self.cache_v[:bsz, :kv_len]
 
     def forward(self, x: Tensor, start_pos: int | Tensor, freqs_cis: Tensor, mask: Mask) -> Tensor:
         """x (b, s, d) at positions start_pos.. of the cache to (b, s, d).
 
         `start_pos` is an int, or one position per row (LongTensor (b,)); then freqs_cis is (b, s, k/2) and the mask
-        boolean (b, 1, s, span). LlamaError where rows or positions do not fit in the cache.
+        boolean (b, 1, s, kv_len). LlamaError where rows or positions do not fit in the cache.
         """
         bsz, seqlen, _ = x.shape
         h, g, k = self.n_local_heads, self.n_local_kv_heads, self.head_dim
@@ -237,12 +252,13 @@ class Attention(nn.Module):
         self.match_cache(xk)
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
             assert isinstance(mask, Tensor), "one position per row needs a mask that hides what lies beyond each row"
-            self._check_room(bsz, 0, seqlen)
-            keys, values = self._remember_rows(xk, xv, start_pos, mask.shape[-1])
+            self._check_cache(bsz, 0, seqlen)
+            keys, values = self._update_cache_rows(xk, xv, start_pos, mask.shape[-1])
         else:
-            self._check_room(bsz, int(start_pos), seqlen)
-            keys, values = self._remember(xk, xv, int(start_pos))
+            self._check_cache(bsz, int(start_pos), seqlen)
+            keys, values = self._update_cache(xk, xv, int(start_pos))
         output = attend(xq, keys, values, mask)  # (b, s, h, k)
+        output = _with_non_finite(output, xq, xk)
         return self.wo(output.reshape(bsz, seqlen, -1))  # type: ignore[no-any-return]
 
 
@@ -320,6 +336,7 @@ class Transformer(nn.Module):
         self.params = params
         self.vocab_size = params.vocab_size
         self.n_layers = params.n_layers
+        self.n_forwards = 0  # whoever reuses the cache sees that somebody else has fed it
         if params.vocab_size < 1:
             raise LlamaError(
                 f"vocab_size={params.vocab_size}: set it to the tokenizer's n_words before the model is made"
@@ -344,18 +361,19 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def hidden(
-        self, tokens: Tensor, start_pos: int | Tensor, span: int | None = None, *, published_mask: bool = False
+        self, tokens: Tensor, start_pos: int | Tensor, kv_len: int | None = None, *, published_mask: bool = False
     ) -> Tensor:
         """As `forward`, without the output head: the normed states (b, s, d), so that a caller applies the head
-        where it wants logits. `span` bounds the cache positions read with one position per row (default: all used).
+        where it wants logits. `kv_len` bounds the cache positions read with one position per row (default: all used).
         `published_mask` hands the blocks the whole additive mask at start_pos 0, for hooks that look at it.
         """
-        h = self.tok_embeddings(tokens.to(self.tok_embeddings.weight.device))  # (b, s, d)
+        self.n_forwards += 1
+        h = self._embed(tokens)  # (b, s, d)
         self.freqs_cis = self.freqs_cis.to(h.device)
         seqlen = tokens.shape[1]
         mask: Mask
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
-            start_pos, freqs_cis, mask = self._row_positions(start_pos, len(tokens), seqlen, span, h.device)
+            start_pos, freqs_cis, mask = self._row_positions(start_pos, len(tokens), seqlen, kv_len, h.device)
         else:
             start_pos = int(start_pos)
             freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)
@@ -366,6 +384,20 @@ class Transformer(nn.Module):
         for layer in self.layers:
             h = layer(h, start_pos, freqs_cis, mask)
         return self.norm(h)  # type: ignore[no-any-return]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Ids (b, s) to vectors (b, s, d). LlamaError for an id outside the vocabulary."""
+        device = self.tok_embeddings.weight.device
+        if device.type == "cpu" or tokens.device.type != "cpu":
+            try:
+                return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
+            except IndexError:
+                pass
+        elif not tokens.numel() or (tokens.min() >= 0 and tokens.max() < self.vocab_size):  # a GPU would only abort
+            return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
+        raise LlamaError(
+            f"tokens holds ids from {int(tokens.min())} to {int(tokens.max())}; ids go from 0 to {self.vocab_size - 1}"
+        )
 
     def attentions(self) -> list[Attention]:
         """The attention of every layer, which is where the cache is."""
@@ -386,14 +418,14 @@ class Transformer(nn.Module):
             )
 
     def _row_positions(
-        self, start_pos: Tensor, bsz: int, seqlen: int, span: int | None, device: torch.device
+        self, start_pos: Tensor, bsz: int, seqlen: int, kv_len: int | None, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions (b,) on the device, their angles (b, s, k/2) and who-sees-whom, boolean (b, 1, s, span)."""
+        """Positions (b,) on the device, their angles (b, s, k/2) and who-sees-whom, boolean (b, 1, s, kv_len)."""
         if start_pos.shape != (bsz,):
             raise LlamaError(f"start_pos has shape {tuple(start_pos.shape)}; with {bsz} rows it must be ({bsz},)")
-        if span is None:
-            first, span = int(start_pos.min()), int(start_pos.max()) + seqlen
-            if first < 0 or span > self.params.max_seq_len:
+        if kv_len is None:
+            first, kv_len = int(start_pos.min()), int(start_pos.max()) + seqlen
+            if first < 0 or kv_len > self.params.max_seq_len:
                 raise LlamaError(
                     f"start_pos={start_pos.tolist()} with seqlen={seqlen} does not fit in "
                     f"max_seq_len={self.params.max_seq_len}: feed fewer tokens or build with a larger max_seq_len"
@@ -402,7 +434,7 @@ class Transformer(nn.Module):
                 self.clear_row(row, 0, self.params.max_seq_len)
         start_pos = start_pos.to(device)
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
-        visible = torch.arange(span, device=device) <= positions[:, :, None]  # (b, s, span)
+        visible = torch.arange(kv_len, device=device) <= positions[:, :, None]  # (b, s, kv_len)
         return start_pos, self.freqs_cis[positions], visible[:, None]
 
 

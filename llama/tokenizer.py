@@ -4,7 +4,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from operator import index
 from pathlib import Path
@@ -64,24 +64,37 @@ class Tokenizer:
         no_dummy_prefix = _field(3, _number(3, 0))
         return _processor(self.sp_model.serialized_model_proto() + no_dummy_prefix)
 
-    def _mark(self, name: str) -> int:
+    def _mark(self, name: str) -> Any:
+        """BOS or EOS; None, as published, where the caller has taken it away."""
         token: int | None = getattr(self, name)
-        if token is None or token < 0:
+        if token is not None and token < 0:
             raise LlamaError(f"the tokenizer has no {name[:3].upper()}: its {name} is {token}; set it, or ask for none")
         return token
 
-    def decode(self, t: int | Iterable[int], *, keep_space: bool = False) -> str:
-        """The text of a list of ids or of one. The space before the first word is dropped, as SentencePiece does,
-        unless `keep_space`. LlamaError names an id out of range.
+    def decode(self, t: Any, *, keep_space: bool = False) -> Any:
+        """The text of a list of ids or of one; a list of lists gives a list of texts, None an empty text.
+
+        The space before the first word is dropped, as SentencePiece does, unless `keep_space`. LlamaError names an id
+        out of range.
         """
-        ids = _as_ids(t)
+        if isinstance(t, (list, tuple)) and t and all(isinstance(ids, (list, tuple)) for ids in t):
+            return [self.decode(ids, keep_space=keep_space) for ids in t]
+        ids = [] if t is None else _as_ids(t)
         for token in ids:
             if not 0 <= token < self.n_words:
                 raise LlamaError(f"id {token} is not in the vocabulary, whose ids go from 0 to {self.n_words - 1}")
         if not keep_space:
-            return self.sp_model.decode(ids)  # type: ignore[no-any-return]
+            return self.sp_model.decode(ids)
         before = [self.sp_model.unk_id()]  # any word would do: the space is dropped at the very start only
-        return self.sp_model.decode(before + ids)[len(self.sp_model.decode(before)) :]  # type: ignore[no-any-return]
+        return self.sp_model.decode(before + ids)[len(self.sp_model.decode(before)) :]
+
+
+def stop_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids that end a text, as they are now; a tokenizer of the caller's may have nothing but an `eos_id`."""
+    ids = getattr(tokenizer, "stop_ids", None)
+    if ids is None:
+        ids = [] if getattr(tokenizer, "eos_id", None) is None else [tokenizer.eos_id]
+    return frozenset(ids)
 
 
 def _as_ids(t: Any) -> list[int]:
@@ -94,6 +107,9 @@ def _as_ids(t: Any) -> list[int]:
         return [index(token) for token in t]
     except TypeError as error:
         raise LlamaError(f"decode takes an id or a list of ids, got {t!r:.60}") from error
+
+
+LONGEST_CHARACTER = 4  # bytes of UTF-8, and so tokens at most
 
 
 class StreamDecoder:
@@ -118,12 +134,24 @@ class StreamDecoder:
         text: str = self._tokenizer.decode(window)
         self._window = window  # only now: an id that cannot be decoded leaves no trace
         if text.endswith("\ufffd"):  # perhaps the first bytes of a character
-            return ""
+            return self._give_certain(text) if len(window) - self._known > 2 * LONGEST_CHARACTER else ""
         return self._give(text) if len(text) > self._given else ""
 
     def end(self) -> str:
         """What was held back, now that no more ids come."""
         return self._give(self._tokenizer.decode(self._window)) if self._window else ""
+
+    def _give_certain(self, text: str) -> str:
+        """Of a window whose end is not certain, the part before its last bytes: ids that no later byte can change."""
+        window = self._window
+        for end in range(len(window) - LONGEST_CHARACTER, len(window) - 2 * LONGEST_CHARACTER, -1):
+            start: str = self._tokenizer.decode(window[:end])
+            if text.startswith(start):  # so it ends between two characters
+                self._window = window[:end]
+                new = self._give(start)
+                self._window += window[end:]
+                return new
+        return ""
 
     def _give(self, text: str) -> str:
         """The new part of the window's text; then only the ids that it came from stay, as what the next ones follow."""

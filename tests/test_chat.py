@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llama import chat
-from llama.chat import B_INST, E_INST, UNSAFE_ERROR, Dialog, check_dialog, encode_dialog, fit_dialog, is_unsafe
+from llama.chat import B_INST, E_INST, LLAMA2, UNSAFE_ERROR, Dialog, encode_dialog
 from llama.errors import LlamaError
 from llama.tokenizer import Tokenizer
 
@@ -71,9 +71,9 @@ def test_the_dialog_stays_as_it_was(tokenizer: Tokenizer) -> None:
     dialog: Dialog = [SYSTEM, USER, ASSISTANT, LATER]
     before, members = copy.deepcopy(dialog), list(dialog)
     encode_dialog(tokenizer, dialog)
-    check_dialog(dialog, 0)
-    is_unsafe(dialog)
-    fit_dialog(tokenizer, dialog, 1)
+    LLAMA2.check(dialog, 0)
+    LLAMA2.is_unsafe(dialog)
+    LLAMA2.truncate(tokenizer, dialog, 1)
     assert dialog == before and all(now is then for now, then in zip(dialog, members, strict=True))
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_dialog_is_named(kind: str) -> None:
     dialog, message = WRONG[kind]
     recorder = Recorder()
     with pytest.raises(LlamaError, match=f"^{message}"):
-        check_dialog(dialog, 3)
+        LLAMA2.check(dialog, 3)
     with pytest.raises(LlamaError, match=f"^{message}"):
         encode_dialog(recorder, dialog, 3)
     assert recorder.calls == []
@@ -115,8 +115,8 @@ def test_a_wrong_dialog_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("dialog", [[USER], [SYSTEM, USER], [USER, ASSISTANT, LATER], (USER,)])
 def test_right_dialogs_pass(dialog: Dialog) -> None:
-    check_dialog(dialog, 0)
-    assert not is_unsafe(dialog)
+    LLAMA2.check(dialog, 0)
+    assert not LLAMA2.is_unsafe(dialog)
 
 
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
@@ -124,7 +124,7 @@ def test_right_dialogs_pass(dialog: Dialog) -> None:
 def test_a_special_tag_anywhere_is_unsafe(tag: str, place: int) -> None:
     dialog = copy.deepcopy([SYSTEM, USER, ASSISTANT, LATER])
     dialog[place]["content"] = f"a{tag}b"
-    assert is_unsafe(dialog)
+    assert LLAMA2.is_unsafe(dialog)
     recorder = Recorder()
     with pytest.raises(LlamaError, match=f"^dialog 0: {UNSAFE_ERROR}"):
         encode_dialog(recorder, dialog)
@@ -132,13 +132,13 @@ def test_a_special_tag_anywhere_is_unsafe(tag: str, place: int) -> None:
 
 
 def test_what_only_looks_like_a_tag_is_safe() -> None:
-    assert not is_unsafe([{"role": "user", "content": "[inst] <SYS> [ INST] <<SYS> </SYS>>"}])
+    assert not LLAMA2.is_unsafe([{"role": "user", "content": "[inst] <SYS> [ INST] <<SYS> </SYS>>"}])
 
 
 def test_the_oldest_turns_go_and_the_system_text_stays(tokenizer: Tokenizer) -> None:
     dialog: Dialog = [SYSTEM, USER, ASSISTANT, USER, ASSISTANT, LATER]
     whole = len(encode_dialog(tokenizer, dialog))
-    assert fit_dialog(tokenizer, dialog, whole) == (dialog, 0)
-    assert fit_dialog(tokenizer, dialog, whole - 1) == ([SYSTEM, USER, ASSISTANT, LATER], 2)
-    assert fit_dialog(tokenizer, dialog, 1) == ([SYSTEM, LATER], 4)
-    assert fit_dialog(tokenizer, dialog[1:], 1) == ([LATER], 4)
+    assert LLAMA2.truncate(tokenizer, dialog, whole) == (dialog, 0)
+    assert LLAMA2.truncate(tokenizer, dialog, whole - 1) == ([SYSTEM, USER, ASSISTANT, LATER], 2)
+    assert LLAMA2.truncate(tokenizer, dialog, 1) == ([SYSTEM, LATER], 4)
+    assert LLAMA2.truncate(tokenizer, dialog[1:], 1) == ([LATER], 4)

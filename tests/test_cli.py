@@ -20,7 +20,7 @@ import pytest
 from helpers import GOLDEN, ROOT, build_golden
 
 from llama import Llama, LlamaError, Tokenizer, encode_dialog
-from llama.chat import UNSAFE_ERROR, Dialog, fit_dialog
+from llama.chat import LLAMA2, UNSAFE_ERROR, Dialog
 from llama.cli.terminal import arguments, chat, complete
 from llama.serving.conversation import Conversation
 
@@ -226,7 +226,7 @@ def saying(generator: Llama, monkeypatch: pytest.MonkeyPatch, answer: str) -> No
     ids = generator.tokenizer.encode(answer, False, True)
     draw = iter(ids)
     monkeypatch.setattr(
-        "llama.engine.schedule.Decoding._draw", lambda self, logits, rows: logits.argmax(-1) * 0 + next(draw)
+        "llama.engine.sampler.Sampler._draw", lambda self, logits, rows: logits.argmax(-1) * 0 + next(draw)
     )
 
 
@@ -303,7 +303,7 @@ def test_what_fits_is_found_with_few_encodings(system: Dialog) -> None:
     for room in range(sizes[0] + 2):
         wanted = next((n for n, size in enumerate(sizes) if size <= room), 5)
         tokenizer.encoded = 0
-        assert fit_dialog(tokenizer, turns, room) == (candidates[wanted], 2 * wanted)
+        assert LLAMA2.truncate(tokenizer, turns, room) == (candidates[wanted], 2 * wanted)
         assert tokenizer.encoded <= 6 + (5 if system else 0)
 
 
@@ -311,13 +311,13 @@ def test_what_fits_is_found_with_few_encodings(system: Dialog) -> None:
 
 SLOWLY = """
 import sys, time
-from llama.engine.schedule import Decoding
-steps = Decoding.steps
+from llama.engine.scheduler import Scheduler
+steps = Scheduler.steps
 def slow(self):
     for step in steps(self):
         time.sleep(0.05)
         yield step
-Decoding.steps = slow
+Scheduler.steps = slow
 from llama.__main__ import main
 sys.argv[0] = "llama"
 main()

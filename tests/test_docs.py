@@ -153,7 +153,7 @@ def test_seven_calls_lead_to_the_logits(stacks: set[tuple[tuple[str, str], ...]]
     table = tables()[0]
     prefill, decode = [c for c in table if "_decode" not in c[0]], [c for c in table if "_prefill" not in c[0]]
     assert len(prefill) <= 7
-    ending = {stack for stack in stacks if stack[-1][0] == "Decoding._head"}
+    ending = {stack for stack in stacks if stack[-1][0] == "Scheduler._head"}
     assert ending == {tuple(prefill), tuple(decode)}
 
 

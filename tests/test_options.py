@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from llama import Llama, LlamaError, ModelArgs, Step, Tokenizer, Transformer
+from llama.engine.overrides import has_hooks_or_overrides
+from llama.engine.request import Request
 from llama.engine.sampling import Sampling
-from llama.engine.schedule import Decoding, Request, has_hooks_or_overrides
+from llama.engine.scheduler import Scheduler
 from llama.serving import serve
 from llama.serving.conversation import Conversation
 
@@ -37,17 +39,17 @@ def test_rows_are_refilled_and_none_is_idle(generator: Llama, monkeypatch: pytes
     draw = random.Random(0)
     prompts = [[1] + [draw.randrange(3, 360) for _ in range(draw.randrange(1, 24))] for _ in range(64)]
     lengths = [4 + (i * 37) % 61 for i in range(64)]
-    decoding = Decoding(generator.model, prompts, Request(64, Sampling(temperature=0), frozenset()))
+    decoding = Scheduler(generator.model, prompts, Request(64, Sampling(temperature=0), frozenset()))
     for row, length in zip(decoding.rows, lengths):
         row.limit = len(row.prompt) + length
     fed: list[tuple[int, int]] = []  # rows fed, prompts that had not begun
-    decode = Decoding._decode
+    decode = Scheduler._decode
 
-    def counted(self: Decoding, active: list[Any]) -> torch.Tensor:
+    def counted(self: Scheduler, active: list[Any]) -> torch.Tensor:
         fed.append((len(active), sum(not row.output for row in self.rows)))
         return decode(self, active)
 
-    monkeypatch.setattr(Decoding, "_decode", counted)
+    monkeypatch.setattr(Scheduler, "_decode", counted)
     for _ in decoding.steps():
         pass
     assert [len(row.output) for row in decoding.rows] == lengths

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llama import LlamaError
-from llama.engine.sampling import History, Sampling, add_bias, distribution, nucleus, penalise, row_generator, sample_at
+from llama.engine.sampling import History, Sampling, add_bias, distribution, nucleus, penalize, row_generator, sample_at
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.07, 0.03]]))
 
@@ -49,9 +49,9 @@ def test_penalties_are_those_of_the_papers() -> None:
     history = History([0], 4, logits.device)
     for token in (1, 1, 2):
         history.add(token)
-    repeated = penalise(logits, [history], Sampling(repetition_penalty=2.0))
+    repeated = penalize(logits, [history], Sampling(repetition_penalty=2.0))
     assert repeated.tolist() == [[1.0, -4.0, 0.5, 4.0]]  # prompt and output
-    counted = penalise(logits, [history], Sampling(frequency_penalty=0.5, presence_penalty=0.25))
+    counted = penalize(logits, [history], Sampling(frequency_penalty=0.5, presence_penalty=0.25))
     assert counted.tolist() == [[2.0, -3.25, 0.25, 4.0]]  # output only
 
 

@@ -93,8 +93,7 @@ def test_encode_refuses_what_is_no_text(tokenizer: Tokenizer, text: object) -> N
 def test_encode_without_the_mark_it_needs(tokenizer: Tokenizer) -> None:
     bare = copy.deepcopy(tokenizer)
     bare.eos_id, bare.bos_id = None, -1
-    with pytest.raises(LlamaError, match="eos_id is None"):
-        bare.encode("a", bos=False, eos=True)
+    assert bare.encode("a", bos=False, eos=True)[-1] is None  # as published: a caller has taken EOS away
     with pytest.raises(LlamaError, match="bos_id is -1"):
         bare.encode("a", bos=True, eos=False)
     assert bare.encode("a", bos=False, eos=False) == tokenizer.encode("a", bos=False, eos=False)
@@ -124,10 +123,15 @@ def test_decode_names_an_id_out_of_range(tokenizer: Tokenizer, token: int) -> No
             tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("ids", ["river", 1.5, [1.5], [[1]], None, [None]])
+@pytest.mark.parametrize("ids", ["river", 1.5, [1.5], [[1], 2], [[[1.5]]], [None]])
 def test_decode_refuses_what_are_no_ids(tokenizer: Tokenizer, ids: object) -> None:
     with pytest.raises(LlamaError, match="list of ids"):
         tokenizer.decode(ids)  # type: ignore[arg-type]
+
+
+def test_decode_takes_what_generate_returns(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode([[5, 6], [300, 301]]) == [tokenizer.decode([5, 6]), tokenizer.decode([300, 301])]
+    assert tokenizer.decode(None) == "" and tokenizer.decode([]) == ""
 
 
 def test_stop_ids_follow_eos_id(tokenizer: Tokenizer) -> None:

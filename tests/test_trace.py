@@ -20,8 +20,8 @@ from helpers import close, make_model, random_ids
 from llama import Llama, LlamaError
 from llama.cli.step_trace import StepTrace, attention_weights, follow, watch
 from llama.cli.trace import quote, trace
+from llama.engine.overrides import has_hooks_or_overrides
 from llama.engine.sampling import Sampling
-from llama.engine.schedule import has_hooks_or_overrides
 from llama.model import repeat_kv
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -126,5 +126,5 @@ class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""
-        local = F.embedding(input_, self.weight)
+        local = F.embedding(input_.to(self.weight.device), self.weight)
         return local if world_size() == 1 else gather_from_model_parallel_region(local)

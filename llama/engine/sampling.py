@@ -8,12 +8,16 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import check_integer, check_number
 from ..errors import LlamaError
+
+FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -35,46 +39,32 @@ class Sampling:
     top_logprobs: int = 0  # report that many likeliest tokens beside each one
 
     def __post_init__(self) -> None:
-        inf = math.inf
-        self._check("temperature", 0, inf, "from 0 (greedy) up, finite", below=True)
-        self._check("top_p", 0, 1, "from 0 to 1")
-        self._check("top_k", 0, inf, "a whole number from 0 (off) up", whole=True)
-        self._check("min_p", 0, 1, "from 0 (off) to 1")
-        self._check("repetition_penalty", 0, inf, "above 0, finite; 1 is off", below=True)
+        largest = FLOAT32.max  # logits are float32
+        self._number("temperature", 0, largest, "from 0 (greedy) up, finite")
+        self._number("top_p", 0, 1, "from 0 to 1")
+        self._integer("top_k", 0, "an integer from 0 (off) up")
+        self._number("min_p", 0, 1, "from 0 (off) to 1")
+        self._number("repetition_penalty", 0, largest, "above 0, finite; 1 is off")
         if self.repetition_penalty == 0:
             raise LlamaError("repetition_penalty=0 must be above 0, finite; 1 is off")
-        self._check("frequency_penalty", -inf, inf, "finite; 0 is off", below=True)
-        self._check("presence_penalty", -inf, inf, "finite; 0 is off", below=True)
-        self._check("top_logprobs", 0, inf, "a whole number from 0 (off) up", whole=True)
+        self._number("frequency_penalty", -largest, largest, "finite; 0 is off")
+        self._number("presence_penalty", -largest, largest, "finite; 0 is off")
+        self._integer("top_logprobs", 0, "an integer from 0 (off) up")
         if self.seed is not None:
-            self._check("seed", -(2**63), 2**64 - 1, "None or a whole number of 64 bits", whole=True)
+            self._integer("seed", -(2**63), "None or an integer of 64 bits")
+            if self.seed >= 2**64:
+                raise LlamaError(f"seed={self.seed} must be None or an integer of 64 bits")
         if self.logit_bias is not None:
-            self._check_bias(self.logit_bias)
+            object.__setattr__(self, "logit_bias", _check_bias(self.logit_bias))
 
-    def _check(self, name: str, low: float, high: float, words: str, whole: bool = False, below: bool = False) -> None:
-        value = getattr(self, name)
-        numeric = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not numeric and not whole and hasattr(value, "__float__") and not isinstance(value, (bool, str)):
-            numeric, value = True, float(value)  # a NumPy or torch scalar
-        inside = numeric and low <= value <= high and not (below and abs(value) == math.inf)
-        if not inside:
-            raise LlamaError(f"{name}={value!r} must be {words}")
+    def _number(self, name: str, low: float, high: float, words: str) -> None:
+        object.__setattr__(self, name, check_number(name, getattr(self, name), low, high, words))
 
-    @staticmethod
-    def _check_bias(bias: Any) -> None:
-        if not isinstance(bias, Mapping):
-            raise LlamaError(f"logit_bias={bias!r} must be a dict from token id to a number")
-        for token, value in bias.items():
-            if (
-                not isinstance(token, int)
-                or not isinstance(value, (int, float))
-                or math.isnan(value)
-                or value == math.inf
-            ):
-                raise LlamaError(f"logit_bias={{{token!r}: {value!r}}} must map an id to a number below infinity")
+    def _integer(self, name: str, low: int, words: str) -> None:
+        object.__setattr__(self, name, check_integer(name, getattr(self, name), low, words))
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         """Whether the choice looks back at earlier tokens."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
@@ -82,6 +72,21 @@ class Sampling:
     def names(cls) -> frozenset[str]:
         """The fields, which are also the keywords of `generate`."""
         return frozenset(field.name for field in fields(cls))
+
+
+def _check_bias(bias: Any) -> dict[int, float]:
+    """`bias` with plain keys and values; -inf, and what float32 cannot hold, bans a token."""
+    if not isinstance(bias, Mapping):
+        raise LlamaError(f"logit_bias={bias!r:.80} must be a dict from token id to a number")
+    checked = {}
+    for token, value in bias.items():
+        name = f"logit_bias={{{token!r:.40}: {value!r:.40}}}"
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise LlamaError(f"{name} must map a token id to a number below float32's limit")
+        if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or not float(value) <= FLOAT32.max:
+            raise LlamaError(f"{name} must map a token id to a number below float32's limit")
+        checked[index(token)] = float(value) if float(value) >= FLOAT32.min else -math.inf
+    return checked
 
 
 # ---------------------------------------------------------------------------------------- the logits
@@ -101,7 +106,7 @@ class History:
         self.seen[token] = True
 
 
-def penalise(logits: Tensor, histories: Sequence[History], settings: Sampling) -> Tensor:
+def penalize(logits: Tensor, histories: Sequence[History], settings: Sampling) -> Tensor:
     """Raw logits (n, v) after repetition (CTRL, arXiv 1909.05858), frequency and presence penalties."""
     counts = torch.stack([history.counts for history in histories])  # (n, v)
     seen = torch.stack([history.seen for history in histories])  # (n, v)
@@ -127,9 +132,11 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
 
 def distribution(logits: Tensor, settings: Sampling) -> Tensor:
     """Probabilities (n, v) after temperature (above 0), top-k and min-p; top-p comes with the draw."""
-    if settings.temperature < 1e-6:  # the division could overflow, or the temperature be 0 in float32
-        logits = logits - logits.amax(-1, keepdim=True)
-    scaled = logits / max(settings.temperature, 1e-30)
+    temperature = max(settings.temperature, 1e-30)
+    scaled = logits / temperature
+    if temperature < 1:  # the division may overflow; from its largest value down it cannot
+        from_top = (logits - logits.amax(-1, keepdim=True)) / temperature
+        scaled = torch.where(torch.isfinite(scaled.amax(-1, keepdim=True)), scaled, from_top)
     if 0 < settings.top_k < scaled.shape[-1]:
         values, ids = torch.topk(scaled, settings.top_k, dim=-1)
         scaled = torch.full_like(scaled, -math.inf).scatter(-1, ids, values)
@@ -184,4 +191,4 @@ def row_generator(seed: int, prompt: Sequence[int], copy: int) -> torch.Generato
     """A row's own generator: it depends on the seed, the prompt and how many equal ones came before it, no more."""
     text = f"{seed}|{copy}|{','.join(map(str, prompt))}"
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-    return torch.Generator().manual_seed(number)
+    return torch.Generator("cpu").manual_seed(number)

@@ -1,14 +1,16 @@
 """A dialog that goes on: turns, the window, and a cache that keeps what did not change."""
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import Unpack
 
-from ..chat import SPECIAL_TAGS, UNSAFE_ERROR, Dialog, Message, check_dialog, encode_dialog, fit_dialog, is_unsafe
+from ..arguments import check_integer, check_text
+from ..chat import SPECIAL_TAGS, UNSAFE_ERROR, Dialog, Message
+from ..engine.options import Options, prompt_budget
+from ..engine.results import Stream, refused_stream
 from ..errors import LlamaError
-from ..generation import Llama, Options
+from ..generation import Llama
 
 
 class Conversation:
@@ -20,6 +22,8 @@ class Conversation:
     """
 
     def __init__(self, generator: Llama, system: str | None = None) -> None:
+        if system is not None:
+            check_text("system", system, "it must be a text or None")
         self.generator = generator
         self.dialog: Dialog = []
         self.system = system
@@ -40,7 +44,7 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        if text and is_unsafe([{"role": "system", "content": text}]):
+        if text and self.generator.chat_format.is_unsafe([{"role": "system", "content": text}]):
             raise LlamaError(f"the system text {text!r:.60} holds one of {', '.join(SPECIAL_TAGS)}: leave it out")
         self._system = text or None
 
@@ -50,8 +54,9 @@ class Conversation:
 
     def load(self, messages: Any) -> None:
         """Go on with another dialog, which ends with an answer. LlamaError, and nothing changed, where it is none."""
-        check_dialog([*messages, {"role": "user", "content": ""}] if isinstance(messages, list) else messages, 0)
-        if is_unsafe(messages):
+        chat_format = self.generator.chat_format
+        chat_format.check([*messages, {"role": "user", "content": ""}] if isinstance(messages, list) else messages)
+        if chat_format.is_unsafe(messages):
             raise LlamaError(f"the dialog holds one of {', '.join(SPECIAL_TAGS)}: leave it out")
         lead = [message["content"] for message in messages[:1] if message["role"] == "system"]
         self.system = lead[0] if lead else None
@@ -69,40 +74,46 @@ class Conversation:
         top_p: float = 0.9,
         max_gen_len: int | None = None,
         **options: Unpack[Options],
-    ) -> Iterator[str]:
-        """The answer to `content` in pieces. An iterator that is closed early keeps what was said so far as the answer.
+    ) -> Stream[str]:
+        """The answer to `content` in chunks. A stream that is closed early keeps what was said so far as the answer.
 
         A question with special tags is answered with `UNSAFE_ERROR`; neither it nor a turn whose answer holds such tags
         is kept, since no later prompt could hold it. LlamaError, and nothing changed, where it does not fit alone.
         """
+        generator, chat_format = self.generator, self.generator.chat_format
+        question: Message = {"role": "user", "content": check_text("content", content, "ask takes one text")}
+        if max_gen_len is not None:
+            check_integer("max_gen_len", max_gen_len, 1, "None or an integer from 1 up: an answer needs a token")
         self._begin()
-        question: Message = {"role": "user", "content": content}
-        if is_unsafe([question]):
-            yield UNSAFE_ERROR
-            return
-        tokenizer, room = self.generator.tokenizer, self.generator.room(max_gen_len)
-        dialog, dropped = fit_dialog(tokenizer, [*self.messages(), question], room)
-        prompt = encode_dialog(tokenizer, dialog)
-        decoding = self.generator.decoding([prompt], max_gen_len, temperature, top_p, options=options)
-        answer = ""
+        if chat_format.is_unsafe([question]):
+            return refused_stream(UNSAFE_ERROR)
+        budget = prompt_budget(generator.model.params.max_seq_len, max_gen_len)
+        dialog, dropped = chat_format.truncate(generator.tokenizer, [*self.messages(), question], budget)
+        prompt = chat_format.encode(generator.tokenizer, dialog)
+        settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **options}
+        stream = generator.stream_prompt(prompt, max_gen_len, False, reuse=True, **settings)
+        return Stream(self._answer(stream, dialog, dropped), stream.rows, stream.request)
+
+    def _answer(self, stream: Stream[str], dialog: Dialog, dropped: int) -> Iterator[str]:
+        """The chunks of one answer; when they end, for whatever reason but an error, the turn is kept."""
+        answer, [row] = "", stream.rows
         try:
-            steps = self.generator.run(decoding, reuse=True)
-            with contextlib.closing(self.generator.pieces(steps, options)) as pieces:  # type: ignore[type-var]
-                for piece in pieces:
-                    answer += piece
-                    yield piece
+            with stream:
+                for chunk in stream:
+                    answer += chunk
+                    yield chunk
         except (GeneratorExit, KeyboardInterrupt):
             self._keep(dialog, dropped, answer)
             raise
         finally:
-            self.prefilled = len(prompt) - decoding.reused
-            self.completion_tokens = len(decoding.rows[0].output)
-            self.finish_reason = decoding.rows[0].finish_reason
+            self.prefilled = len(row.prompt) - row.reused
+            self.completion_tokens = len(row.output)
+            self.finish_reason = row.finish_reason
         self._keep(dialog, dropped, answer)
 
     def _keep(self, dialog: Dialog, dropped: int, answer: str) -> None:
         """The dialog after a turn: what was left of it for the prompt, and the answer."""
         reply: Message = {"role": "assistant", "content": answer}
         turns = [message for message in dialog if message["role"] != "system"]
-        self.dropped, self.kept = dropped, not is_unsafe([reply])
+        self.dropped, self.kept = dropped, not self.generator.chat_format.is_unsafe([reply])
         self.dialog = [*turns, reply] if self.kept else turns[:-1]

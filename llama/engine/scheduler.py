@@ -1,0 +1,139 @@
+"""Our schedule: prompts of unequal length are prefilled together, each row goes on at its own position, a row that
+finishes makes room for the next prompt. A model with hooks or overrides is called in the published schedule instead.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import translate_distributed_errors
+from .cache import cache_rows, move_row
+from .overrides import has_hooks_or_overrides
+from .published import choose, published_steps
+from .request import Request, RowState, Step, make_rows
+from .sampler import Sampler, non_finite, score_prompt
+
+
+class Scheduler:
+    """One call's prompts on their way to their last token; `steps` drives them, `rows` holds what came out."""
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: Sequence[list[int]],
+        request: Request,
+        decoder: Callable[[list[int], list[int]], Tensor] | None = None,
+    ) -> None:
+        self.model = model
+        self.decoder = decoder  # decodes rows in compiled static shapes (compiled.py)
+        self.request = request
+        self.rows = make_rows(prompts, request, model.params.max_seq_len)
+        self.batch_size: int = model.params.max_batch_size
+        one_length = len({len(prompt) for prompt in prompts}) <= 1
+        self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
+        self.sampler = Sampler(request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None)
+
+    def reuse_prefix(self, cached: Sequence[int]) -> None:
+        """Skip what a single prompt shares with the ids in cache row 0; its last token is fed in any case."""
+        [row] = self.rows
+        for old, new in zip(cached, row.prompt[:-1], strict=False):
+            if old != new:
+                break
+            row.reused += 1
+
+    def steps(self) -> Iterator[Step]:
+        """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
+        pending = [row for row in self.rows if row.unfinished or row.unscored(self.request)]
+        with translate_distributed_errors():
+            if not has_hooks_or_overrides(self.model):
+                yield from self._batched_steps(deque(pending))
+                return
+            for first in range(0, len(pending), self.batch_size):
+                rows = pending[first : first + self.batch_size]
+                yield from published_steps(self.model, rows, self.request, self.sampler)
+
+    def _batched_steps(self, waiting: deque[RowState]) -> Iterator[Step]:
+        """Active rows are cache rows 0 to len(active) - 1; whenever one is free and a prompt waits, it moves in."""
+        active: list[RowState] = []
+        while waiting or active:
+            if waiting and len(active) < self.batch_size:
+                count = min(self.batch_size - len(active), len(waiting))
+                new = sorted((waiting.popleft() for _ in range(count)), key=lambda row: -len(row.prompt))
+                logits = self._prefill(new, first=len(active))  # (n, v)
+                active += new
+                choosing = [row for row in new if row.unfinished]
+            else:
+                logits, choosing = self._decode(active), list(active)  # (n, v)
+            if choosing:
+                yield from choose(logits, choosing, self.request, self.sampler)
+            self._retire(active)
+
+    @torch.no_grad()
+    def _prefill(self, new: list[RowState], first: int) -> Tensor:
+        """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
+        row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
+        """
+        last: dict[int, Tensor] = {}
+        finite: list[Tensor] = []  # of each row and chunk; looked at once, since every look waits for a GPU
+        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
+        with cache_rows(self.model, first):
+            for start in range(new[0].reused, longest, chunk):
+                feeding = [row for row in new if len(row.prompt) > start]
+                width = min(chunk, longest - start)
+                tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
+                h = self.model.hidden(tokens, start)  # (n, s, d)
+                for row, states in zip(feeding, h, strict=True):
+                    states = states[: len(row.prompt) - start]
+                    finite.append(states.isfinite().all())
+                    if len(row.prompt) <= start + width:
+                        last[row.index] = states[-1]
+                    if row.unscored(self.request):
+                        score_prompt(row, self._head(states), start, self.sampler)
+        self._check_finite(new, finite)
+        if self.decoder is not None or not self.aligned:
+            for i, row in enumerate(new):
+                self.model.clear_row(first + i, len(row.prompt), self._kv_len())
+        ending = [last[row.index] for row in new if row.unfinished]
+        return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
+
+    def _check_finite(self, new: list[RowState], finite: list[Tensor]) -> None:
+        """LlamaError naming the row where a prefill met NaN or inf; `finite` as `_prefill` collects it."""
+        chunks = range(new[0].reused, len(new[0].prompt), self.request.prefill_chunk)
+        fed = [(row, start) for start in chunks for row in new if len(row.prompt) > start]
+        for (row, start), good in zip(fed, torch.stack(finite).tolist(), strict=True):
+            if not good:
+                raise non_finite(row, f"in prompt positions {start} up")
+
+    @torch.no_grad()
+    def _decode(self, active: list[RowState]) -> Tensor:
+        """Feed each row's newest token at the row's own position; logits (n, v)."""
+        positions = [len(row.tokens) - 1 for row in active]
+        if self.decoder is not None:
+            return self.decoder([row.tokens[-1] for row in active], positions)
+        tokens = torch.tensor([[row.tokens[-1]] for row in active])  # (n, 1)
+        start_pos = positions[0] if len(set(positions)) == 1 else torch.tensor(positions)
+        return self._head(self.model.hidden(tokens, start_pos)[:, -1])
+
+    def _head(self, h: Tensor) -> Tensor:
+        """Normed states (n, d) to float32 logits (n, v)."""
+        return self.model.output(h).float()  # type: ignore[no-any-return]
+
+    def _retire(self, active: list[RowState]) -> None:
+        """Take finished rows out; the last active row moves into the gap, so that active rows stay together."""
+        for i in reversed(range(len(active))):
+            if not active[i].unfinished:
+                last = active.pop()
+                if i < len(active):
+                    move_row(self.model, len(active), i, self._kv_len())
+                    active[i] = last
+
+    def _kv_len(self) -> int:
+        """Cache positions that a step may come to read."""
+        return max(row.limit for row in self.rows) if self.decoder is None else int(self.model.params.max_seq_len)
+
+
+def _padded(ids: list[int], width: int) -> list[int]:
+    return ids + [0] * (width - len(ids))
