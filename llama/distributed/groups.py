@@ -1,5 +1,6 @@
 """Process groups: their life, who is in them, and what ranks tell each other."""
 
+import atexit
 import contextlib
 import datetime
 import io
@@ -23,6 +24,7 @@ except ImportError as error:
         f"install it with: {sys.executable} -m pip install fairscale"
     ) from error
 
+from ..arguments import check_number
 from ..errors import LlamaError
 
 _pretended_world_size: int | None = None
@@ -116,9 +118,8 @@ class ProcessGroups:
 
     _users = 0  # open ProcessGroups in this process
     _worlds_made = 0
-    _rendezvous_result: tuple[tuple[str, ...], tuple[Store, int, int]] | None = (
-        None  # as `_rendezvous` found it, kept for later groups
-    )
+    # what `_rendezvous` found, by the variables it was found with: kept for later groups
+    _store: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None
     _made_world = _made_model_parallel = False
     _stdout: TextIO | None = None  # the real one, while this rank is muted
     _muted: TextIO | None = None  # what stands in its place
@@ -126,6 +127,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self.is_open = True
+        self._process = os.getpid()
         with ProcessGroups._lock:
             ProcessGroups._users += 1
         self._mute()
@@ -142,7 +144,7 @@ class ProcessGroups:
         """
         cls = ProcessGroups
         with cls._lock:
-            if not self.is_open:
+            if not self.is_open or self._process != os.getpid():  # a forked child has no part in the groups
                 return
             self.is_open = False
             cls._users -= 1
@@ -150,12 +152,15 @@ class ProcessGroups:
                 destroy_groups(wait)
 
 
-def destroy_groups(wait: bool = True) -> None:
-    """Destroy the groups that `initialize_groups` made and give stdout back."""
+EXIT_WAIT = datetime.timedelta(seconds=5)  # for the other ranks, at the end of a program that never called `close`
+
+
+def destroy_groups(wait: bool = True, limit: datetime.timedelta | None = None) -> None:
+    """Destroy the groups that `initialize_groups` made and give stdout back; `limit` bounds the wait for others."""
     cls = ProcessGroups
     if wait and cls._made_world and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):  # a peer that is gone already
-            dist.barrier()
+            dist.barrier() if limit is None else _bounded_barrier(limit)
     if cls._made_model_parallel:
         fs_init.destroy_model_parallel()
     if cls._made_world and dist.is_initialized():
@@ -168,13 +173,28 @@ def destroy_groups(wait: bool = True) -> None:
         cls._stdout = cls._muted = None
 
 
+def _bounded_barrier(limit: datetime.timedelta) -> None:
+    if dist.get_backend() == "gloo":  # nccl knows no bounded wait, and needs none to be taken down
+        dist.monitored_barrier(timeout=limit)
+
+
+def _at_exit(process: int) -> None:
+    """Take down what a program has left up: gloo's threads would abort the interpreter's end, whatever its status."""
+    cls = ProcessGroups
+    if process == os.getpid() and cls._made_world:
+        failed = getattr(sys, "last_value", None) is not None  # an exception is ending this rank
+        with contextlib.suppress(Exception):
+            destroy_groups(wait=not failed, limit=EXIT_WAIT)
+        cls._users, cls._store = 0, None
+
+
 def initialize_groups(
     model_parallel_size: int | None,
     device: torch.device,
     backend: str | None = None,
     timeout: float | datetime.timedelta | None = None,
 ) -> ProcessGroups:
-    """Put up, or join, the process groups of a model cut over `model_parallel_size` ranks (None: all there are).
+    """Put up, or join, the process groups of a model sharded over `model_parallel_size` ranks (None: all there are).
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun sets them; with one rank none is needed, no
     port is opened and `os.environ` is left alone. `timeout` (seconds) bounds each wait for the other ranks.
@@ -183,9 +203,11 @@ def initialize_groups(
     with cls._lock:
         try:
             if not dist.is_initialized():
-                _check_size(model_parallel_size, int(os.environ.get("WORLD_SIZE", "1")))
+                _check_size(model_parallel_size, _environment_integer("WORLD_SIZE", "1"))
                 _init_world(backend or ("nccl" if device.type == "cuda" else "gloo"), device, timeout)
                 cls._made_world = True
+                atexit.unregister(_at_exit)  # so that it is registered once, behind torch's own
+                atexit.register(_at_exit, os.getpid())
             if not fs_init.model_parallel_is_initialized():
                 _check_size(model_parallel_size, dist.get_world_size())
                 with contextlib.redirect_stdout(io.StringIO()):  # FairScale prints three lines
@@ -213,8 +235,21 @@ def _check_size(size: int | None, world: int) -> None:
         )
 
 
+def _environment_integer(name: str, default: str) -> int:
+    """A variable as torchrun sets it."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise LlamaError(
+            f"the environment says {name}={text!r:.60}, which must be an integer: unset it, or use torchrun"
+        )
+    return int(text)
+
+
 def _duration(timeout: float | datetime.timedelta) -> datetime.timedelta:
-    return timeout if isinstance(timeout, datetime.timedelta) else datetime.timedelta(seconds=timeout)
+    if isinstance(timeout, datetime.timedelta):
+        return timeout
+    limit = 10 * 365 * 24 * 3600.0
+    return datetime.timedelta(seconds=check_number("timeout", timeout, 1e-3, limit, "None or seconds above 0"))
 
 
 def _init_world(backend: str, device: torch.device, timeout: float | datetime.timedelta | None) -> None:
@@ -223,7 +258,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
     options: dict[str, Any] = {} if limit is None else {"timeout": limit}
     if backend == "nccl":
         options["device_id"] = device
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _environment_integer("WORLD_SIZE", "1") == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -232,6 +267,8 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set: start the ranks with "
             f"torchrun, or unset WORLD_SIZE to run on one"
         )
+    for name in ("RANK", "MASTER_PORT"):
+        _environment_integer(name, "")
     try:
         store, this_rank, ranks = _rendezvous(limit)
         # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
@@ -239,7 +276,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
         store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
         dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
     except BaseException as error:
-        ProcessGroups._rendezvous_result = None  # perhaps its server is gone
+        ProcessGroups._store = None  # perhaps its server is gone
         if not isinstance(error, RuntimeError):
             raise
         raise LlamaError(
@@ -254,10 +291,10 @@ def _rendezvous(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
     rank took its server down with one group and put it up with the next, it would cut off ranks that were quicker.
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    place = (str(os.getpid()), *(os.environ[name] for name in names))
-    if ProcessGroups._rendezvous_result is None or ProcessGroups._rendezvous_result[0] != place:
+    address = (str(os.getpid()), *(os.environ[name] for name in names))
+    if ProcessGroups._store is None or ProcessGroups._store[0] != address:
         wait: dict[str, Any] = {"timeout": limit} if limit else {}
-        ProcessGroups._rendezvous_result = place, next(rendezvous("env://", **wait))
+        ProcessGroups._store = address, next(rendezvous("env://", **wait))
     if limit is not None:
-        ProcessGroups._rendezvous_result[1][0].set_timeout(limit)
-    return ProcessGroups._rendezvous_result[1]
+        ProcessGroups._store[1][0].set_timeout(limit)
+    return ProcessGroups._store[1]
