@@ -19,11 +19,15 @@ import pytest
 
 import llama
 from llama import LlamaError
-from llama.__main__ import _COMMANDS
-from llama.cli import terminal
+from llama.__main__ import COMMANDS as _COMMANDS
+from llama.cli import session
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "llama").glob("*.py"))}
+PACKAGE = ROOT / "llama"
+SOURCES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 Public = ast.FunctionDef | ast.ClassDef
 
@@ -127,9 +131,9 @@ def test_messages_speak_with_one_voice() -> None:
 
 
 def test_a_missing_demo_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(terminal, "DEMO", tmp_path / "demo")
+    monkeypatch.setattr(session, "DEMO", tmp_path / "demo")
     with pytest.raises(LlamaError, match=rf"the demo model, .*, is not at {re.escape(str(tmp_path))}.*--ckpt"):
-        terminal.open_model(None, None, 64)
+        session.open_model(None, None, 64)
 
 
 # ---------------------------------------------------------- a source distribution, installed somewhere else
@@ -336,8 +340,8 @@ def test_an_editable_install_is_a_path_that_type_checkers_can_follow(tree: Path,
     python = environment(tmp_path / "venv", tree, "-e")
     [pth] = (tmp_path / "venv").glob("lib/python*/site-packages/__editable__*.pth")
     assert pth.read_text().strip() == str(tree)
-    where = run(python, "-c", "import llama.terminal as t; print(t.__file__, t.DEMO)", cwd=tmp_path).stdout.split()
-    assert where == [str(tree / "llama" / "terminal.py"), str(tree / "checkpoints" / "demo")]
+    where = run(python, "-c", "import llama.cli.session as s; print(s.__file__, s.DEMO)", cwd=tmp_path).stdout.split()
+    assert where == [str(tree / "llama" / "cli" / "session.py"), str(tree / "checkpoints" / "demo")]
 
 
 def test_every_command_is_among_those_that_run_outside() -> None:
