@@ -29,7 +29,7 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         sys.exit(141)  # what a shell reports for SIGPIPE
-    except (LlamaError, FileNotFoundError) as error:
+    except (LlamaError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

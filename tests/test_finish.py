@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def messages() -> Iterator[tuple[str, str]]:
                 "LlamaError",
                 "FileNotFoundError",
                 "wrong",
+                "format_error",
             ):
                 words = [arg for arg in node.args if isinstance(arg, (ast.JoinedStr, ast.Constant))]
                 for arg in words:
@@ -221,6 +223,30 @@ def test_the_source_distribution_holds_everything(sdist: Path) -> None:
     if tracked.returncode != 0:
         pytest.skip("no git checkout: what should be in it is not known")
     assert [name for name in tracked.stdout.splitlines() if (ROOT / name).exists() and name not in held] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    done = run(sys.executable, "-c", code, cwd=tree)
+    assert done.returncode == 0, done.stderr
+    [archive] = (tree / "dist").glob("llama-*.whl")
+    return archive
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_hold_every_package_the_page_and_the_demo(sdist: Path, wheel: Path) -> None:
+    package = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
+    package = {name for name in package if "__pycache__" not in name}
+    demo = {path.name for path in (ROOT / "checkpoints" / "demo").iterdir()}
+    assert {name.rsplit("/", 1)[0] for name in package if name.endswith("/__init__.py")} > {"llama", "llama/cli"}
+    assert {"llama/cli/trace_page.html", "llama/py.typed"} < package and len(demo) >= 3
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == package | {f"llama/demo/{name}" for name in demo}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert package | {f"checkpoints/demo/{name}" for name in demo} <= names
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ in model.py: s tokens fed in a step, t positions so far, h this rank's query hea
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ class StepTrace:
     piece: str
     text: str
     finish_reason: str | None
-    forward_ms: float
+    forward_ms: float  # from the embedding to the logits
     sampling_ms: float
 
 
@@ -85,24 +86,19 @@ def record_calls(model: Transformer, layer: int) -> Iterator[dict[str, ModuleCal
     """Within, each forward pass leaves in the dict its calls of the embedding, one layer's modules and the head."""
     calls: dict[str, ModuleCall] = {}
 
-    def record(name: str) -> Any:
-        def hook(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if name in ("hidden", "logits") and output.is_cuda:
-                torch.cuda.synchronize(output.device)  # so that the time is that of the kernels, not of their launch
-            calls[name] = ModuleCall(inputs, output, time.perf_counter())
-
-        return hook
+    def record(name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if name in ("hidden", "logits") and output.is_cuda:
+            torch.cuda.synchronize(output.device)  # so that the time is that of the kernels, not of their launch
+        calls[name] = ModuleCall(inputs, output, time.perf_counter())
 
     block: Any = model.layers[layer]
     attention = block.attention
     modules = {"hidden": model.tok_embeddings, "q": attention.wq, "k": attention.wk, "v": attention.wv}
     modules |= {"block": block, "ffn": block.feed_forward.w1, "logits": model.output}
-    handles = [module.register_forward_hook(record(name)) for name, module in modules.items()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(functools.partial(record, name)))  # removes itself
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()
@@ -131,7 +127,7 @@ def trace_steps(
     """
     temperature, top_p, seed = settings.temperature, settings.top_p, settings.seed
     uniforms = None if seed is None or temperature == 0 else row_generator(seed, ids, 0)  # repeats the sampler's draws
-    text_ids, tokenizer, rows = list(ids), generator.tokenizer, slice(None if whole else -1, None)
+    text_ids, tokenizer, rows = list(ids), generator.tokenizer, slice(None) if whole else slice(-1, None)
     attention = generator.model.attentions()[layer or 0]
     stream = generator.stream([ids], tokens, temperature, top_p, seed=seed)
     with contextlib.closing(stream), record_calls(generator.model, layer or 0) as calls:  # type: ignore[type-var]

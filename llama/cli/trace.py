@@ -24,7 +24,7 @@ MAX_PAGE_WEIGHTS = 500_000  # attention weights in a page: 3 MB, and a step is d
 class Trace:
     """A whole generation; `ids` and `pieces` are the prompt's, `layer` is the one whose attention was recorded."""
 
-    model: list[str]
+    model: str
     prompt: str
     ids: list[int]
     pieces: list[str]
@@ -93,10 +93,8 @@ def _check(generator: Llama, length: int, tokens: int, layer: int | None, html: 
     if type(tokens) is not int or tokens < 1:
         raise LlamaError(f"tokens={tokens!r} must be a positive integer")
     if layer is not None and (type(layer) is not int or layer not in range(n_layers)):
-        raise LlamaError(
-            f"layer={layer!r} must be an integer from 0 to {n_layers - 1}: the model has {n_layers} layers"
-        )
-    if html is not None and not Path(html).absolute().parent.is_dir():
+        raise LlamaError(f"layer={layer!r} must be an integer from 0 to {n_layers - 1}, the model's last layer")
+    if html is not None and (Path(html).is_dir() or not Path(html).absolute().parent.is_dir()):
         raise LlamaError(f"html={html!r} must name a file in an existing folder")
     if html and params.n_heads * length**2 > MAX_PAGE_WEIGHTS:
         raise LlamaError(
@@ -110,15 +108,12 @@ def _check(generator: Llama, length: int, tokens: int, layer: int | None, html: 
         )
 
 
-def _describe(generator: Llama) -> list[str]:
+def _describe(generator: Llama) -> str:
     params, attention, ranks = generator.model.params, generator.model.attentions()[0], parallel.world_size()
-    dtype, device = str(generator.dtype).removeprefix("torch."), generator.device.type
-    heads = f"{params.n_heads} query heads and {attention.n_kv_heads} key/value heads, head_dim {attention.head_dim}"
+    heads = f"{params.n_heads} query heads, {attention.n_kv_heads} key/value heads, head_dim {attention.head_dim}"
     sizes = f"vocab_size {params.vocab_size}, max_seq_len {params.max_seq_len}"
-    return [
-        f"{params.n_layers} layers, dim {params.dim}, {heads}",
-        f"{sizes}, {dtype} on {device}, {ranks} rank{'s' * (ranks > 1)}",
-    ]
+    place = f"{str(generator.dtype).removeprefix('torch.')} on {generator.device.type}"
+    return f"{params.n_layers} layers, dim {params.dim}, {heads}, {sizes}, {place}, {ranks} rank{'s' * (ranks > 1)}"
 
 
 # ------------------------------------------------------------------------------------------ printed
@@ -131,10 +126,10 @@ def quote(text: str) -> str:
 
 
 def prompt_lines(trace: Trace) -> Iterator[str]:
-    """The model in two lines, and the prompt as a table of positions, ids and pieces."""
-    yield f"\nMODEL   {trace.model[0]}\n        {trace.model[1]}"
+    """The model, and the prompt as a table of positions, ids and pieces."""
     prompt = f"PROMPT  {quote(trace.prompt)}: {len(trace.ids)} tokens, with BOS"
-    yield textwrap.fill(prompt, WIDTH, subsequent_indent=" " * 8) + "\n"
+    for line in ("", f"MODEL   {trace.model}", prompt, ""):
+        yield textwrap.fill(line, WIDTH, subsequent_indent=" " * 8)
     pieces = [quote(name) for name in trace.pieces]
     width = max(5, *map(len, pieces))
     per_line = (WIDTH - 11) // (width + 1)
@@ -187,11 +182,10 @@ def _attention_lines(trace: Trace, step: StepTrace) -> Iterator[str]:
     yield f"  layer {trace.layer}: attention of {quote(pieces[-1])} at position {step.cur_pos - 1}, in percent"
     for first in range(0, len(step.heads), MAX_ATTENTION):
         heads = step.heads[first : first + MAX_ATTENTION]
-        rows: list[tuple[str, Sequence[float]]] = [
-            ("query head", [head.head for head in heads]),
-            ("key/value head", [head.kv_head for head in heads]),
-        ]
-        rows += [("rank", [head.rank for head in heads])] if parallel.world_size() > 1 else []
+        rows: list[tuple[str, Sequence[float]]] = [("query head", [head.head for head in heads])]
+        rows.append(("key/value head", [head.kv_head for head in heads]))
+        if parallel.world_size() > 1:
+            rows.append(("rank", [head.rank for head in heads]))
         percents = [[100 * weight for weight in head.weights[-1]] for head in heads]
         rows += [(f"{i:5} {quote(pieces[i])[:16]:16}", [column[i] for column in percents]) for i in largest]
         if len(largest) < len(totals):
@@ -203,11 +197,8 @@ def _attention_lines(trace: Trace, step: StepTrace) -> Iterator[str]:
 
 
 def write_page(trace: Trace, path: str) -> None:
-    """One self-contained HTML file. LlamaError if it cannot be written."""
+    """One self-contained HTML file."""
     page = resources.files(__package__).joinpath("trace_page.html").read_text(encoding="utf-8")
     data = json.dumps(asdict(trace), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # so that no text can close the script element
-    try:
-        Path(path).write_text(page.replace("{{DATA}}", data, 1), encoding="utf-8")
-    except OSError as error:
-        raise LlamaError(f"html={path!r} cannot be written: {error}") from error
+    Path(path).write_text(page.replace("{{DATA}}", data, 1), encoding="utf-8")
