@@ -20,7 +20,7 @@ import pytest
 
 import llama
 from llama import LlamaError
-from llama.__main__ import COMMANDS as _COMMANDS
+from llama.__main__ import COMMANDS as LLAMA_COMMANDS
 from llama.cli import session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,18 +89,18 @@ def test_a_poor_docstring_is_noticed(code: str, words: str) -> None:
 def test_pydoc_tells_a_stranger_where_to_begin() -> None:
     page = pydoc.plain(pydoc.render_doc(llama))
     head, body = page.split("PACKAGE CONTENTS")
-    assert "with Llama.build(" in head and "python -m llama {" + ", ".join(_COMMANDS) + "}" in head
+    assert "with Llama.build(" in head and "python -m llama {" + ", ".join(LLAMA_COMMANDS) + "}" in head
     for name in llama.__all__:
         assert hasattr(llama, name)
         assert name in ("Dialog", "Step") or f"`{name}`" in head, f"{name} is public: say in __init__ what it is"
         assert re.search(rf"^    (class )?{name}\b", body, re.MULTILINE), f"pydoc does not show {name}"
 
 
-@pytest.mark.parametrize("name", _COMMANDS)
+@pytest.mark.parametrize("name", LLAMA_COMMANDS)
 def test_help_explains_every_flag(name: str) -> None:
-    text = inspect.getdoc(_COMMANDS[name]) or ""
+    text = inspect.getdoc(LLAMA_COMMANDS[name]) or ""
     explained = re.findall(r"^    (\w+): [A-Z0-9a-z]", text.split("Args:\n")[1], re.MULTILINE)
-    assert explained == list(inspect.signature(_COMMANDS[name]).parameters)
+    assert explained == list(inspect.signature(LLAMA_COMMANDS[name]).parameters)
 
 
 # --------------------------------------------------------------------------------------------- messages
@@ -371,4 +371,4 @@ def test_an_editable_install_is_a_path_that_type_checkers_can_follow(tree: Path,
 
 
 def test_every_command_is_among_those_that_run_outside() -> None:
-    assert {argv[0] for argv in COMMANDS.values()} == set(_COMMANDS)
+    assert {argv[0] for argv in COMMANDS.values()} == set(LLAMA_COMMANDS)
