@@ -1,36 +1,35 @@
-"""python -m llama {complete, chat, trace, convert, info, bench}; `--help` behind each of them says what it takes."""
+"""python -m llama {complete, chat, trace, convert, info, bench}: `--help` after any of them shows its options."""
 
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
-
-import fire  # type: ignore[import-untyped]
 
 from .checkpoint.convert import convert, info
+from .cli.arguments import parse_arguments
 from .cli.bench import bench
-from .cli.terminal import arguments, chat, complete, reader_may_leave
+from .cli.chat import chat
+from .cli.complete import complete
 from .cli.trace import trace
 from .errors import LlamaError
 
-_COMMANDS: dict[str, Callable[..., Any]] = {
-    "complete": complete,
-    "chat": chat,
-    "trace": trace,
-    "convert": convert,
-    "info": info,
-    "bench": bench,
-}
+COMMANDS = {command.__name__: command for command in (complete, chat, trace, convert, info, bench)}
 
 
 def main() -> None:
-    """The command line; a mistake is one line on stderr and exit status 1."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed by who started us
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no UTF-8
+    """Run the command in `sys.argv`. Exit codes: 1 for an error, reported in one line on stderr; 2 for wrong arguments;
+    130 after Ctrl-C; 141 if the reader of stdout has gone, as after `| head`.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not None, as when the parent process closed it
+            stream.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
-        with reader_may_leave():
-            fire.Fire(_COMMANDS, command=arguments(_COMMANDS, sys.argv[1:]), name="llama")
-    except (LlamaError, FileNotFoundError) as error:
+        command, options = parse_arguments(COMMANDS, sys.argv[1:])
+        command(**options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
+        sys.exit(141)  # what a shell reports for SIGPIPE
+    except (LlamaError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

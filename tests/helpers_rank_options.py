@@ -61,7 +61,7 @@ def served(generator: Llama) -> Any:
 
     generator.generate = counted  # type: ignore[method-assign]
 
-    def lead(call: Callable[..., Any]) -> None:
+    def run_server(call: Callable[..., Any]) -> None:
         answers.append(call("generate", PROMPTS, 12, temperature=0)[0])
         for name, wrong in (("generate", [[1, 5000]]), ("train", [[1]])):
             try:
@@ -70,7 +70,7 @@ def served(generator: Llama) -> Any:
                 answers.append(str(error))
         answers.append(call("chat_completion", [DIALOG], 0, max_gen_len=6))
 
-    serve(generator, lead)
+    serve(generator, run_server)
     del generator.generate  # type: ignore[method-assign]
     return {"answers": answers, "calls": len(calls), "alone": generator.chat_completion([DIALOG], 0, max_gen_len=6)}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import inspect
 import io
 import json
 import os
@@ -15,13 +16,15 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import GOLDEN, ROOT, build_golden
 
 from llama import Llama, LlamaError, Tokenizer, encode_dialog
+from llama.__main__ import COMMANDS, main
 from llama.chat import LLAMA2, UNSAFE_ERROR, Dialog
-from llama.cli.terminal import arguments, chat, complete
+from llama.cli.arguments import parse_arguments
 from llama.serving.conversation import Conversation
 
 QUESTION, ANSWER = "What comes after October?", "After October comes November."
@@ -76,12 +79,12 @@ def test_speed_and_length(run: Run) -> None:
         "\n"
     )
     assert ANSWER.startswith(answer) and "--max_gen_len" in cut and end == ""
-    assert re.fullmatch(r"\(3 tokens, [\d.]+ a second\)", speed)
+    assert re.fullmatch(r"\(3 tokens, [\d.]+ tokens/s\)", speed)
 
 
 def test_a_full_window_gives_notice(run: Run) -> None:
     printed = run("chat", "--max_seq_len", "80", "--temperature", "0", piped=f"{QUESTION}\n" * 4 + "why " * 70)
-    assert "(2 old messages no longer fit in the window and were dropped)" in printed
+    assert "(2 old messages no longer fit in the context window and were dropped)" in printed
     *_, error, end = printed.split("\n")
     assert "more than max_seq_len=80" in error and end == ""
 
@@ -92,13 +95,19 @@ def test_every_command(run: Run, tmp_path: Path) -> None:
     lines = ["/system " + system, QUESTION, f"/save {file}", "/reset", f"/save {other}", f"/load {file}", "/system"]
     lines += ["/save", "/load  ", f"/save {tmp_path}", "/save a\0b", "/reload", "/help", "[INST] me", "/system [INST]"]
     answer, *found = run("chat", "--temperature", "0", piped="\n".join(lines)).split("\n")[1:]
-    wanted = ["saved 3 messages", "forgotten", "saved 1 messages", "loaded 3 messages", "no system text"]
+    wanted = [
+        "saved 3 messages",
+        "conversation cleared",
+        "saved 1 messages",
+        "loaded 3 messages",
+        "system prompt removed",
+    ]
     wanted += [
         "/save needs a file",
         "/load needs a file",
-        "not saved: .*directory",
-        "not saved: .*null",
-        "/reload is no",
+        "cannot save .*directory",
+        "cannot save .*null",
+        "unknown command /reload",
     ]
     for words, line in zip(wanted, found):
         assert re.match(rf"\({words}", line), line
@@ -169,7 +178,8 @@ def test_a_reader_that_leaves(run: Run, command: str) -> None:
         with pytest.MonkeyPatch.context() as patch, open(write, "w") as stdout:
             patch.setattr(sys, "stdin", io.StringIO(QUESTION))
             patch.setattr(sys, "stdout", stdout)
-            (chat if command == "chat" else complete)(device="cpu")
+            patch.setattr(sys, "argv", ["llama", command, "--device", "cpu"])
+            main()
 
     with pytest.raises(SystemExit) as ended:
         unread()
@@ -179,37 +189,129 @@ def test_a_reader_that_leaves(run: Run, command: str) -> None:
 # ------------------------------------------------------------------------------- help and arguments
 
 
-def test_help_says_what_each_flag_means(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
-    for command, flags in (("chat", ["system", "speed", "ckpt", "seed"]), ("complete", ["prompt", "max_gen_len"])):
-        with contextlib.suppress(SystemExit):
-            run(command, "--help")
-        text = "".join(capfd.readouterr())
-        for flag in flags:
-            assert re.search(rf"--{flag}=.*\n.*Type.*\n.*Default.*\n +[A-Z].*\.", text), text
-        assert "Args:" not in text and "GROUP" not in text
+def parse(*argv: str) -> dict[str, Any]:
+    """The arguments that `python -m llama ARGV` gives to its command."""
+    return parse_arguments(COMMANDS, argv)[1]
 
 
-COMMANDS = {"chat": chat, "complete": complete}
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said to arguments that are wrong: one line on stderr, nothing on stdout, and exit code 2."""
+
+    def refused(*argv: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse(*argv)
+        printed, said = capsys.readouterr()
+        assert ended.value.code == 2 and printed == "" and said.startswith("error: ") and said.count("\n") == 1
+        return said
+
+    return refused
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_every_option_and_loads_nothing(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: Any, **options: Any) -> None:
+        raise AssertionError("--help opened a model")
+
+    monkeypatch.setattr(Llama, "build", never)
+    monkeypatch.setenv("COLUMNS", "120")
+    texts = []
+    for argv in ([name, "--help"], [name, "-h"], [name, "a b", "--help"], [name, "--sed", "1", "-h"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(*argv)
+        assert ended.value.code == 0
+        text, error = capfd.readouterr()
+        assert error == "" and "INFO" not in text
+        texts.append(text)
+    assert texts == texts[:1] * 4
+    assert "Args:" not in text and "SUPPRESS" not in text and "-no" not in text
+    for parameter in inspect.signature(COMMANDS[name]).parameters.values():
+        option = parameter.name.upper() if parameter.default is parameter.empty else f"--{parameter.name}"
+        assert re.search(rf"^  {option}\b.*(\n {{10,}}|  )\S.*", text, re.MULTILINE), option
+        if type(parameter.default) in (int, float, str):
+            assert f"Default: {parameter.default}." in " ".join(text.split())
+    assert (inspect.getdoc(COMMANDS[name]) or "").partition("\n\nArgs:")[0] in text
+
+
+def test_help_and_version_of_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for argv in ([], ["-h"], ["--help"], ["--help", "chat"]):
+        with pytest.raises(SystemExit) as ended:
+            parse(*argv)
+        assert ended.value.code == 0
+        texts.append(capfd.readouterr().out)
+    assert texts == texts[:1] * 4 and all(re.search(rf"^ +{name} +[A-Z]", texts[0], re.MULTILINE) for name in COMMANDS)
+    with pytest.raises(SystemExit) as ended:
+        parse("--version")
+    assert ended.value.code == 0 and re.fullmatch(r"llama (\d+\.\d+\.\d+|\(not installed\))\n", capfd.readouterr().out)
 
 
 def test_texts_reach_a_command_as_they_were_typed() -> None:
-    for text in ("Hello, world", "1e5", "(a)", "None", "C # D", 'it\'s "so"', "[1]", "\u65e5\n"):
-        assert arguments(COMMANDS, ["complete", text]) == ["complete", repr(text)]
+    for text in (
+        "Hello, world",
+        "1e5",
+        "-5",
+        "- a",
+        "(a)",
+        "None",
+        "C # D",
+        'it\'s "so"',
+        "[1]",
+        "\u65e5\n",
+        "",
+        "100%",
+    ):
+        assert parse("complete", text) == parse("complete", "--prompt", text) == {"prompt": text}
+        assert parse("complete", "--seed", "1", text, "--compile") == {"seed": 1, "prompt": text, "compile": True}
         for argv in (["--system", text], [f"--system={text}"]):
-            assert repr(text) in arguments(COMMANDS, ["chat", *argv])[-1]
-    plain = ["chat", "--seed", "1", "--temperature=0.5", "--nospeed", "--speed"]
-    assert arguments(COMMANDS, plain) == plain
-    assert arguments(COMMANDS, ["chat", "-q", "a,b"]) == ["chat", "-q", "'a,b'"]
-    for untouched in ([], ["--help"], ["nothing", "a,b"], ["chat", "a", "--help"], ["chat", "--", "--trace"]):
-        assert arguments(COMMANDS, untouched) == untouched
+            assert parse("chat", *argv) == {"system": text}
+    assert parse("complete", "--prompt=--help") == {"prompt": "--help"}
+    assert parse("bench", "--batches", "1,16") == {"batches": "1,16"}
+
+
+def test_the_forms_of_an_option() -> None:
+    assert parse("chat") == {}
+    wanted = {"seed": -1, "temperature": 0.5, "max_gen_len": 7, "max_seq_len": 9, "top_p": 1.0}
+    assert (
+        parse("chat", *["--seed", "-1", "--temperature=.5", "--max-gen-len", "7", "--max_seq_len=9", "--top-p", "1"])
+        == wanted
+    )
+    assert parse("complete", "--max-gen-len", "1", "--max_gen_len", "2") == {"max_gen_len": 2}
+    for flag, value in (("--speed", True), ("--nospeed", False), ("--no-speed", False)):
+        assert parse("chat", flag) == {"speed": value}
+    assert parse("convert", "a", "--to", "meta", "b", "--shards", "2") == {
+        "src": "a",
+        "dst": "b",
+        "to": "meta",
+        "shards": 2,
+    }
+    assert parse("trace", "One day", "--layer", "0") == {"prompt": "One day", "layer": 0}
+    assert parse("chat", "folder", "--compile", "--quantize", "int8")["ckpt"] == "folder"
 
 
 @pytest.mark.parametrize(
-    "argv", [["chat", "--sed", "1"], ["complete", "a", "b"], ["chat", "a", "b"], ["chat", "-t", "1"]]
+    ("argv", "words"),
+    [
+        (["chat", "--sed", "1"], "chat has no option --sed; it takes --ckpt, --tokenizer, --system, --max_seq_len"),
+        (["chat", "--max_gen=1"], "chat has no option --max_gen; it takes "),  # never completed by guessing
+        (["chat", "-t", "1"], "chat has no option -t; it takes "),
+        (["complete", "a", "b"], "unexpected argument 'b': text with spaces needs quotes"),
+        (["chat", "a", "b"], "unexpected argument 'b'"),
+        (["complete", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["complete", "--seed", "1.0"], "argument --seed: invalid int value: '1.0'"),
+        (["complete", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
+        (["complete", "--seed"], "argument --seed: expected one argument"),
+        (["convert", "a"], "the following arguments are required: DST"),
+        (["sing"], "argument COMMAND: invalid choice: 'sing' .*complete.*bench"),
+        (["--seed"], "required: COMMAND"),
+    ],
 )
-def test_what_a_command_does_not_take_is_said_before_it_runs(argv: list[str]) -> None:
-    with pytest.raises(LlamaError, match=argv[-2] if argv[-1] == "1" else "'b'"):
-        arguments(COMMANDS, argv)
+def test_what_a_command_does_not_take_is_said_before_it_runs(
+    argv: list[str], words: str, refuse: Callable[..., str]
+) -> None:
+    assert re.search(words, said := refuse(*argv)) and re.search(r"\(see python -m llama ?\w* --help\)$", said)
 
 
 # ------------------------------------------------------------------------------------ conversations
@@ -371,7 +473,7 @@ class Terminal:
 def test_a_session_at_a_terminal(tmp_path: Path) -> None:
     terminal = Terminal([sys.executable, "-c", SLOWLY, "chat", "--temperature", "0", "--speed"], LC_ALL="C.UTF-8")
     try:
-        assert "(/help lists the commands, Ctrl-D ends)" in terminal.until("> ")
+        assert "(/help lists the commands, Ctrl-D ends the chat)" in terminal.until("> ")
         terminal.type("Tell me a story about a cat.\n")
         terminal.until("\n")
         terminal.until(" ")  # the first word is out
@@ -381,12 +483,12 @@ def test_a_session_at_a_terminal(tmp_path: Path) -> None:
         for _ in range(30):  # readline overlooks one that comes before it waits for a key
             terminal.type("\x03")
             with contextlib.suppress(AssertionError):
-                terminal.until("(Ctrl-D ends)\n> ", seconds=1)
+                terminal.until("(Ctrl-D ends the chat)\n> ", seconds=1)
                 break
         else:
             pytest.fail("Ctrl-C at the prompt says nothing")
         terminal.type(f"{QUESTION}\n")
-        assert ANSWER in terminal.until(" a second)\n> ")
+        assert ANSWER in terminal.until(" tokens/s)\n> ")
         terminal.type(f"/save {tmp_path / 'dialog'}\n")
         terminal.until("(saved 4 messages")
         terminal.until("> ")
@@ -434,4 +536,4 @@ def test_a_text_with_commas_and_a_flag_that_is_not_there(run: Run, capfd: pytest
     assert run("complete", "Hello, world", "--max_gen_len", "1").startswith("Hello, world")
     with pytest.raises(SystemExit):
         run("chat", "--sed", "1", piped=QUESTION)
-    assert "error: chat takes no --sed" in capfd.readouterr().err
+    assert "error: chat has no option --sed" in capfd.readouterr().err

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fire
 import pytest
 import reference
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from llama import __main__ as command_line
 from llama.checkpoint.convert import convert
+from llama.cli.arguments import parse_arguments
 from llama.tokenizer import Tokenizer
 
 DEMO = ROOT / "checkpoints" / "demo"
@@ -96,18 +96,6 @@ def why_not_run(command: list[str]) -> str | None:
 # --------------------------------------------------------------------------------------- the flags of a command
 
 
-@functools.cache
-def llama_commands() -> dict[str, Callable[..., Any]]:
-    """What `python -m llama` hands to fire."""
-    found: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fire, "Fire", lambda component, *_, **__: found.append(component))
-        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO()))
-        patch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
-        command_line.main()
-    return dict(found[0])
-
-
 def check_call(function: Callable[..., Any], arguments: list[str]) -> None:
     """The arguments that fire would hand to the function: known flags, no more values than it takes, none missing."""
     parameters = inspect.signature(function).parameters
@@ -159,12 +147,10 @@ def check_torchrun(arguments: list[str]) -> None:
 
 
 def check_llama(arguments: list[str]) -> None:
-    name, *rest = arguments
-    if name.startswith("{"):  # the list of all
-        assert set(re.findall(r"\w+", " ".join(arguments))) == set(llama_commands())
+    if arguments[0].startswith("{"):  # the list of all
+        assert set(re.findall(r"\w+", " ".join(arguments))) == set(command_line.COMMANDS)
         return
-    assert name in llama_commands(), f"python -m llama has {', '.join(llama_commands())}, not {name}"
-    check_call(llama_commands()[name], rest)
+    parse_arguments(command_line.COMMANDS, arguments)  # exits where something is wrong
 
 
 def check_pip(arguments: list[str]) -> None:

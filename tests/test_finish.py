@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +20,15 @@ import pytest
 
 import llama
 from llama import LlamaError
-from llama.__main__ import _COMMANDS
-from llama.cli import terminal
+from llama.__main__ import COMMANDS as LLAMA_COMMANDS
+from llama.cli import session
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = {path.name: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "llama").glob("*.py"))}
+PACKAGE = ROOT / "llama"
+SOURCES = {
+    str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 Public = ast.FunctionDef | ast.ClassDef
 
@@ -84,18 +89,18 @@ def test_a_poor_docstring_is_noticed(code: str, words: str) -> None:
 def test_pydoc_tells_a_stranger_where_to_begin() -> None:
     page = pydoc.plain(pydoc.render_doc(llama))
     head, body = page.split("PACKAGE CONTENTS")
-    assert "with Llama.build(" in head and "python -m llama {" + ", ".join(_COMMANDS) + "}" in head
+    assert "with Llama.build(" in head and "python -m llama {" + ", ".join(LLAMA_COMMANDS) + "}" in head
     for name in llama.__all__:
         assert hasattr(llama, name)
         assert name in ("Dialog", "Step") or f"`{name}`" in head, f"{name} is public: say in __init__ what it is"
         assert re.search(rf"^    (class )?{name}\b", body, re.MULTILINE), f"pydoc does not show {name}"
 
 
-@pytest.mark.parametrize("name", _COMMANDS)
+@pytest.mark.parametrize("name", LLAMA_COMMANDS)
 def test_help_explains_every_flag(name: str) -> None:
-    text = inspect.getdoc(_COMMANDS[name]) or ""
+    text = inspect.getdoc(LLAMA_COMMANDS[name]) or ""
     explained = re.findall(r"^    (\w+): [A-Z0-9a-z]", text.split("Args:\n")[1], re.MULTILINE)
-    assert explained == list(inspect.signature(_COMMANDS[name]).parameters)
+    assert explained == list(inspect.signature(LLAMA_COMMANDS[name]).parameters)
 
 
 # --------------------------------------------------------------------------------------------- messages
@@ -109,6 +114,7 @@ def messages() -> Iterator[tuple[str, str]]:
                 "LlamaError",
                 "FileNotFoundError",
                 "wrong",
+                "format_error",
             ):
                 words = [arg for arg in node.args if isinstance(arg, (ast.JoinedStr, ast.Constant))]
                 for arg in words:
@@ -127,9 +133,9 @@ def test_messages_speak_with_one_voice() -> None:
 
 
 def test_a_missing_demo_model_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(terminal, "DEMO", tmp_path / "demo")
+    monkeypatch.setattr(session, "DEMO", tmp_path / "demo")
     with pytest.raises(LlamaError, match=rf"the demo model, .*, is not at {re.escape(str(tmp_path))}.*--ckpt"):
-        terminal.open_model(None, None, 64)
+        session.open_model(None, None, 64)
 
 
 # ---------------------------------------------------------- a source distribution, installed somewhere else
@@ -217,6 +223,30 @@ def test_the_source_distribution_holds_everything(sdist: Path) -> None:
     if tracked.returncode != 0:
         pytest.skip("no git checkout: what should be in it is not known")
     assert [name for name in tracked.stdout.splitlines() if (ROOT / name).exists() and name not in held] == []
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    code = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    done = run(sys.executable, "-c", code, cwd=tree)
+    assert done.returncode == 0, done.stderr
+    [archive] = (tree / "dist").glob("llama-*.whl")
+    return archive
+
+
+@pytest.mark.slow
+def test_sdist_and_wheel_hold_every_package_the_page_and_the_demo(sdist: Path, wheel: Path) -> None:
+    package = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
+    package = {name for name in package if "__pycache__" not in name}
+    demo = {path.name for path in (ROOT / "checkpoints" / "demo").iterdir()}
+    assert {name.rsplit("/", 1)[0] for name in package if name.endswith("/__init__.py")} > {"llama", "llama/cli"}
+    assert {"llama/cli/trace_page.html", "llama/py.typed"} < package and len(demo) >= 3
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == package | {f"llama/demo/{name}" for name in demo}
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert package | {f"checkpoints/demo/{name}" for name in demo} <= names
 
 
 @pytest.mark.slow
@@ -336,9 +366,9 @@ def test_an_editable_install_is_a_path_that_type_checkers_can_follow(tree: Path,
     python = environment(tmp_path / "venv", tree, "-e")
     [pth] = (tmp_path / "venv").glob("lib/python*/site-packages/__editable__*.pth")
     assert pth.read_text().strip() == str(tree)
-    where = run(python, "-c", "import llama.terminal as t; print(t.__file__, t.DEMO)", cwd=tmp_path).stdout.split()
-    assert where == [str(tree / "llama" / "terminal.py"), str(tree / "checkpoints" / "demo")]
+    where = run(python, "-c", "import llama.cli.session as s; print(s.__file__, s.DEMO)", cwd=tmp_path).stdout.split()
+    assert where == [str(tree / "llama" / "cli" / "session.py"), str(tree / "checkpoints" / "demo")]
 
 
 def test_every_command_is_among_those_that_run_outside() -> None:
-    assert {argv[0] for argv in COMMANDS.values()} == set(_COMMANDS)
+    assert {argv[0] for argv in COMMANDS.values()} == set(LLAMA_COMMANDS)

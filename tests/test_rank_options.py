@@ -13,7 +13,7 @@ from helpers import GOLDEN, ROOT
 from helpers_rank_options import QUESTION
 
 from llama.chat import UNSAFE_ERROR
-from llama.cli.terminal import complete
+from llama.cli.complete import complete
 
 pytestmark = pytest.mark.slow  # two ranks of their own: ten seconds
 
@@ -74,8 +74,12 @@ def test_chat_prints_each_thing_once(start: Start) -> None:
     answer = "After October comes November."
     saved, forgotten, loaded, missing, refused, system, again = start.chat.split("\n", 1)[1].split("\n")[:-1]
     assert start.chat.split("\n")[0].strip() == again.strip() == answer
-    assert saved.startswith("(saved 2 messages") and forgotten == "(forgotten)" and "loaded 2 messages" in loaded
-    assert "nowhere is no dialog" in missing and refused == UNSAFE_ERROR and system == "(system text set)"
+    assert (
+        saved.startswith("(saved 2 messages")
+        and forgotten == "(conversation cleared)"
+        and "loaded 2 messages" in loaded
+    )
+    assert "cannot load nowhere" in missing and refused == UNSAFE_ERROR and system == "(system prompt set)"
 
 
 def test_complete_prints_what_one_rank_prints(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

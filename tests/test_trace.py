@@ -18,7 +18,7 @@ import torch
 from helpers import close, make_model, random_ids
 
 from llama import Llama, LlamaError
-from llama.cli.step_trace import StepTrace, attention_weights, follow, watch
+from llama.cli.step_trace import StepTrace, attention_weights, record_calls, trace_steps
 from llama.cli.trace import quote, trace
 from llama.engine.overrides import has_hooks_or_overrides
 from llama.engine.sampling import Sampling
@@ -41,35 +41,33 @@ def ids(generator: Llama) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def moments(generator: Llama, ids: list[int]) -> list[StepTrace]:
-    return list(follow(generator, ids, TOKENS, SETTINGS, LAYER))
+def steps(generator: Llama, ids: list[int]) -> list[StepTrace]:
+    return list(trace_steps(generator, ids, TOKENS, SETTINGS, LAYER))
 
 
-def test_looking_changes_nothing(generator: Llama, ids: list[int], moments: list[StepTrace]) -> None:
+def test_looking_changes_nothing(generator: Llama, ids: list[int], steps: list[StepTrace]) -> None:
     assert not has_hooks_or_overrides(generator.model)  # the hooks are gone
     tokens, _ = generator.generate([ids], TOKENS, SETTINGS.temperature, SETTINGS.top_p, seed=SETTINGS.seed)
-    assert tokens == [[moment.token for moment in moments]]
-    assert [moment.text for moment in moments] == [
-        generator.tokenizer.decode(ids + tokens[0][: n + 1]) for n in range(8)
-    ]
+    assert tokens == [[step.token for step in steps]]
+    assert [step.text for step in steps] == [generator.tokenizer.decode(ids + tokens[0][: n + 1]) for n in range(8)]
     with pytest.raises(ZeroDivisionError):
-        for _ in follow(generator, ids, TOKENS, SETTINGS):
+        for _ in trace_steps(generator, ids, TOKENS, SETTINGS):
             raise ZeroDivisionError
     assert not has_hooks_or_overrides(generator.model) and generator.generate([ids], 1)  # nor is the model still taken
 
 
-def test_the_published_schedule_is_seen(moments: list[StepTrace], ids: list[int]) -> None:
-    spans = [(moment.phase, moment.prev_pos, moment.cur_pos) for moment in moments]
+def test_the_published_schedule_is_seen(steps: list[StepTrace], ids: list[int]) -> None:
+    spans = [(step.phase, step.prev_pos, step.cur_pos) for step in steps]
     n = len(ids)
     assert spans == [("prefill", 0, n), *(("decode", n + i, n + i + 1) for i in range(7))]
-    assert [moment.number for moment in moments] == list(range(1, 9))
-    assert all(moment.forward_ms > 0 and moment.choice_ms > 0 for moment in moments)
+    assert [step.number for step in steps] == list(range(1, 9))
+    assert all(step.forward_ms > 0 and step.sampling_ms > 0 for step in steps)
 
 
 @pytest.mark.parametrize("step", [0, 1, 5])
-def test_shapes_at_each_stage(moments: list[StepTrace], ids: list[int], step: int) -> None:
+def test_shapes_at_each_stage(steps: list[StepTrace], ids: list[int], step: int) -> None:
     fed, end = (len(ids), len(ids)) if step == 0 else (1, len(ids) + step)
-    assert {name: shape for name, shape, _ in moments[step].stages} == {
+    assert {name: shape for name, shape, _ in steps[step].shapes} == {
         "hidden": f"(1, {fed}, 128)",
         "q": f"(1, {fed}, 4, 32)",
         "k": f"(1, {fed}, 2, 32)",
@@ -82,26 +80,26 @@ def test_shapes_at_each_stage(moments: list[StepTrace], ids: list[int], step: in
         "logits": f"(1, {fed}, 1024)",
     }
     triangle = [[int(j <= i) for j in range(fed)] for i in range(fed)]
-    assert moments[step].mask == (triangle if step == 0 else None)
+    assert steps[step].mask == (triangle if step == 0 else None)
 
 
 def test_the_cache_holds_what_was_written(generator: Llama, ids: list[int]) -> None:
     attention = generator.model.attentions()[0]
     attention.cache_k.zero_()
-    for moment in follow(generator, ids, 3, SETTINGS):
+    for step in trace_steps(generator, ids, 3, SETTINGS):
         held = attention.cache_k[0].ne(0).any(-1).any(-1).nonzero()[:, 0].tolist()
-        assert held == list(range(moment.cur_pos))
-        assert moment.heads == []  # no layer was asked for
+        assert held == list(range(step.cur_pos))
+        assert step.heads == []  # no layer was asked for
 
 
 def test_attention_weights_times_values_are_the_modules_output(kind: str) -> None:
     model, tokens = make_model(kind), random_ids(1, 10)
     attention, outputs = model.attentions()[1], []
     attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    with watch(model, 1) as seen, torch.no_grad():
+    with record_calls(model, 1) as calls, torch.no_grad():
         for start, end in ((0, 6), (6, 7), (7, 10)):
             model.forward(tokens[:, start:end], start)
-            weights = attention_weights(attention, seen["q"].output, *seen["block"].inputs[1:])  # (h, s, t)
+            weights = attention_weights(attention, calls["q"].output, *calls["block"].inputs[1:])  # (h, s, t)
             assert weights.shape == (4, end - start, end)
             close(weights.sum(-1), torch.ones(4, end - start), 1e-5)
             values = repeat_kv(attention.cache_v[:1, :end], attention.n_rep)[0]  # (t, h, k)
@@ -109,26 +107,26 @@ def test_attention_weights_times_values_are_the_modules_output(kind: str) -> Non
             close(attention.wo(heads.reshape(1, end - start, -1)), outputs[-1], 1e-6)
 
 
-def test_heads_are_those_of_the_layer(moments: list[StepTrace], generator: Llama, ids: list[int]) -> None:
-    assert [(head.head, head.kv_head, head.rank) for head in moments[3].heads] == [
+def test_heads_are_those_of_the_layer(steps: list[StepTrace], generator: Llama, ids: list[int]) -> None:
+    assert [(head.head, head.kv_head, head.rank) for head in steps[3].heads] == [
         (0, 0, 0),
         (1, 0, 0),
         (2, 1, 0),
         (3, 1, 0),
     ]
-    with watch(generator.model, LAYER) as seen:
+    with record_calls(generator.model, LAYER) as calls:
         generator.model.forward(torch.tensor([ids]), 0)
         attention = generator.model.attentions()[LAYER]
-        weights = attention_weights(attention, seen["q"].output, *seen["block"].inputs[1:])
-    close(torch.tensor([head.weights for head in moments[0].heads]), weights, 1e-4)
-    for head in moments[3].heads:
-        assert [len(row) for row in head.weights] == [moments[3].cur_pos] and sum(head.weights[0]) == pytest.approx(
+        weights = attention_weights(attention, calls["q"].output, *calls["block"].inputs[1:])
+    close(torch.tensor([head.weights for head in steps[0].heads]), weights, 1e-4)
+    for head in steps[3].heads:
+        assert [len(row) for row in head.weights] == [steps[3].cur_pos] and sum(head.weights[0]) == pytest.approx(
             1, abs=2e-3
         )
 
 
-def test_the_last_tokens_attention_alone(moments: list[StepTrace], generator: Llama, ids: list[int]) -> None:
-    for short, whole in zip(follow(generator, ids, 2, SETTINGS, LAYER, whole=False), moments):
+def test_the_last_tokens_attention_alone(steps: list[StepTrace], generator: Llama, ids: list[int]) -> None:
+    for short, whole in zip(trace_steps(generator, ids, 2, SETTINGS, LAYER, whole=False), steps):
         assert [len(head.weights) for head in short.heads] == 4 * [1]
         close(
             torch.tensor([head.weights[-1] for head in short.heads]),
@@ -138,13 +136,13 @@ def test_the_last_tokens_attention_alone(moments: list[StepTrace], generator: Ll
         assert short.mask == (None if whole.mask is None else whole.mask[-1:])
 
 
-def test_candidates_and_draw_are_the_oracles(moments: list[StepTrace], ids: list[int], generator: Llama) -> None:
+def test_candidates_and_draw_are_the_oracles(steps: list[StepTrace], ids: list[int], generator: Llama) -> None:
     params = {**json.loads((DEMO / "params.json").read_text()), "vocab_size": 1024}
     weights = {k: v.double() for k, v in torch.load(DEMO / "consolidated.00.pth", weights_only=True).items()}
-    text = ids + [moment.token for moment in moments]
+    text = ids + [step.token for step in steps]
     table = reference.logits(weights, params, torch.tensor([text]))[0]
     narrowed = 0
-    for moment, logits in zip(moments, table[len(ids) - 1 :]):
+    for step, logits in zip(steps, table[len(ids) - 1 :]):
         raw, tempered = torch.softmax(logits, -1).tolist(), torch.softmax(logits / 0.8, -1).tolist()
         order = sorted(range(1024), key=lambda i: -tempered[i])
         kept, mass = [], 0.0
@@ -152,33 +150,33 @@ def test_candidates_and_draw_are_the_oracles(moments: list[StepTrace], ids: list
             if mass <= 0.9:
                 kept.append(i)
                 mass += tempered[i]
-        best = order[:5] if moment.token in order[:5] else [*order[:5], moment.token]
-        assert [option.id for option in moment.candidates] == best and moment.n_kept == len(kept)
-        for option in moment.candidates:
+        best = order[:5] if step.token in order[:5] else [*order[:5], step.token]
+        assert [option.id for option in step.candidates] == best and step.n_kept == len(kept)
+        for option in step.candidates:
             final = tempered[option.id] / mass if option.id in kept else 0.0
             assert (option.raw, option.tempered, option.final) == pytest.approx(
                 (raw[option.id], tempered[option.id], final), abs=1e-4
             )
-            assert option.kept == (option.id in kept) and option.drawn == (option.id == moment.token)
+            assert option.kept == (option.id in kept) and option.drawn == (option.id == step.token)
             assert option.piece == generator.tokenizer.sp_model.id_to_piece(option.id).replace("\u2581", " ")
-        before = sum(tempered[i] for i in kept[: kept.index(moment.token)]) / mass
-        assert (moment.low, moment.high) == pytest.approx((before, before + tempered[moment.token] / mass), abs=1e-4)
-        assert moment.uniform is not None and moment.low - 1e-6 <= moment.uniform <= moment.high + 1e-6
+        before = sum(tempered[i] for i in kept[: kept.index(step.token)]) / mass
+        assert (step.low, step.high) == pytest.approx((before, before + tempered[step.token] / mass), abs=1e-4)
+        assert step.uniform is not None and step.low - 1e-6 <= step.uniform <= step.high + 1e-6
         narrowed += len(kept) < 1024 and len(kept) > 1
     assert narrowed >= 2, "these steps have nothing to choose: take another prompt"
 
 
 def test_greedy_and_seedless(generator: Llama, ids: list[int]) -> None:
-    for moment in follow(generator, ids, 3, Sampling(temperature=0, seed=5)):
-        assert [(option.final, option.kept) for option in moment.candidates] == [(1, True)] + 4 * [(0, False)]
-        assert moment.token == moment.candidates[0].id and moment.uniform is None and moment.n_kept == 1
-    assert next(iter(follow(generator, ids, 1, Sampling()))).uniform is None
+    for step in trace_steps(generator, ids, 3, Sampling(temperature=0, seed=5)):
+        assert [(option.final, option.kept) for option in step.candidates] == [(1, True)] + 4 * [(0, False)]
+        assert step.token == step.candidates[0].id and step.uniform is None and step.n_kept == 1
+    assert next(iter(trace_steps(generator, ids, 1, Sampling()))).uniform is None
 
 
 # ----------------------------------------------------------------------------------------- in print
 
 
-def test_what_is_printed(moments: list[StepTrace], ids: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed(steps: list[StepTrace], ids: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     trace(PROMPT, TOKENS, layer=LAYER, temperature=0.8, seed=2, device="cpu")
     printed = capsys.readouterr().out
     lines = printed.splitlines()
@@ -186,19 +184,17 @@ def test_what_is_printed(moments: list[StepTrace], ids: list[int], capsys: pytes
     assert f"PROMPT  '{PROMPT}': {len(ids)} tokens" in printed
     assert next(line.split()[1:] for line in lines if line.split()[:1] == ["id"]) == list(map(str, ids))
     assert len(re.findall(r"^STEP", printed, re.M)) == TOKENS
-    for part, moment in zip(printed.split("\nSTEP ")[1:], moments):
-        assert part.startswith(
-            f"{moment.number} of 8  {moment.phase}, prev_pos:cur_pos = {moment.prev_pos}:{moment.cur_pos}"
-        )
-        assert f"text   {moment.text!r}\n" in part and re.search(r"time   \d+\.\d ms for the forward pass, \d", part)
+    for part, step in zip(printed.split("\nSTEP ")[1:], steps):
+        assert part.startswith(f"{step.number} of 8  {step.phase}, prev_pos:cur_pos = {step.prev_pos}:{step.cur_pos}")
+        assert f"text   {step.text!r}\n" in part and re.search(r"time   \d+\.\d ms for the forward pass, \d", part)
         assert len(re.findall(r"\d%.*drawn", part)) == 1 and part.count("% ") >= 15
-        for option in moment.candidates:
+        for option in step.candidates:
             assert re.search(
                 rf"{re.escape(repr(option.piece))} +{option.id} +{option.raw:.2%} +{option.tempered:.2%} +{option.final:.2%}",
                 part,
             )
-        newest = [round(100 * head.weights[-1][moment.cur_pos - 1]) for head in moment.heads]
-        assert re.search(rf"^ +{moment.cur_pos - 1} '.*'" + "".join(f" +{share}" for share in newest), part, re.M)
+        newest = [round(100 * head.weights[-1][step.cur_pos - 1]) for head in step.heads]
+        assert re.search(rf"^ +{step.cur_pos - 1} '.*'" + "".join(f" +{share}" for share in newest), part, re.M)
 
 
 def test_the_end_of_a_text_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,17 +218,17 @@ def test_a_terminal_without_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"tokens": 0}, "tokens=0 must be a whole number of at least 1"),
-        ({"layer": 6}, "layer=6 is none of this model's, which go from 0 to 5"),
+        ({"tokens": 0}, "tokens=0 must be a positive integer"),
+        ({"layer": 6}, "layer=6 must be an integer from 0 to 5"),
         ({"layer": -1}, "layer=-1 .* from 0 to 5"),
         ({"layer": 1.0}, "layer=1.0 .* from 0 to 5"),
-        ({"html": "no/such/folder/x.html"}, "no/such/folder/x.html.* must name a file in a folder that exists"),
-        ({"html": str(ROOT)}, "cannot be written"),
+        ({"html": "no/such/folder/x.html"}, "no/such/folder/x.html.* must name a file in an existing folder"),
+        ({"html": str(ROOT)}, "must name a file in an existing folder"),
         (
             {"prompt": "a " * 900, "max_seq_len": 1024, "html": "x.html"},
-            "4 heads' attention over a prompt of .* shorten",
+            "attention of 4 heads over a prompt of .* shorten",
         ),
-        ({"max_seq_len": 4}, "4 tokens leave no room for another in max_seq_len=4"),
+        ({"max_seq_len": 4}, "4 tokens leave no room to generate within max_seq_len=4"),
         ({"temperature": -1}, "temperature=-1"),
     ],
 )
@@ -245,7 +241,7 @@ def test_mistakes(wrong: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_show_their_parts_once(tmp_path: Path, moments: list[StepTrace]) -> None:
+def test_two_ranks_show_their_parts_once(tmp_path: Path, steps: list[StepTrace]) -> None:
     script, page = tmp_path / "run.py", tmp_path / "page.html"
     call = f"trace({PROMPT!r}, {TOKENS}, layer={LAYER}, temperature=0.8, seed=2, html={str(page)!r}, device='cpu')"
     script.write_text(f"import torch\nfrom llama.cli.trace import trace\ntorch.set_num_threads(1)\n{call}\n")
@@ -277,7 +273,7 @@ def test_two_ranks_show_their_parts_once(tmp_path: Path, moments: list[StepTrace
         assert len(re.findall(rf"^  {re.escape(name)} +{re.escape(shape)} +{note}", first, re.M)) == 1, name
     data = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.S)
     assert data is not None
-    for found, wanted in zip(json.loads(data[1])["steps"], moments, strict=True):
+    for found, wanted in zip(json.loads(data[1])["steps"], steps, strict=True):
         assert found["token"] == wanted.token and found["text"] == wanted.text
         for part, whole in zip(found["heads"], wanted.heads, strict=True):
             assert (part["head"], part["kv_head"], part["rank"]) == (whole.head, whole.kv_head, whole.head // 2)

@@ -148,7 +148,7 @@ def test_the_slider_by_keyboard_and_the_values_read_back(browser: Browser, made:
         assert slider[0] == str(step.number) and f"\u201c{step.piece}\u201d" in slider[1]
         assert slider[1].startswith(f"Step {step.number} of 4: {step.phase}, ")
         assert browser.run("return document.getElementById('text').textContent") == step.text[-150:]
-        shapes = [[name, shape, note] for name, shape, note in step.stages]
+        shapes = [[name, shape, note] for name, shape, note in step.shapes]
         assert browser.table("#shapes") == shapes
         wanted = [
             [option.piece.replace(" ", "\u2423"), str(option.id)]

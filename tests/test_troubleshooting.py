@@ -83,7 +83,7 @@ def apart(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
         patch.setenv(name, value)
-    patch.setattr(llama.parallel, "rendezvous", nobody_comes)
+    patch.setattr(llama.distributed.groups, "rendezvous", nobody_comes)
     build_golden(timeout=60)
 
 
@@ -95,8 +95,8 @@ def lost(patch: pytest.MonkeyPatch, folder: Path) -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation")
 
-    patch.setattr(llama.parallel, "world_size", lambda: 2)
-    patch.setattr(llama.parallel, "rank", lambda: 0)
+    patch.setattr(llama.distributed.groups, "world_size", lambda: 2)
+    patch.setattr(llama.distributed.groups, "rank", lambda: 0)
     Llama(Cut(), StubTokenizer()).generate([[1]], 8)
 
 

@@ -1,1 +1,1 @@
-"""python -m llama: one file for each command."""
+"""python -m llama: one file per command, and what several of them share."""

@@ -1,10 +1,11 @@
-"""One generation seen from outside: what passes through the model's modules, step by step, by forward hooks.
+"""What `trace` observes: one generation, step by step, through forward hooks on the model's modules.
 
-A model that has hooks is driven in the published schedule (steps.py): the prompt at once, then one token a step.
-Letters as in model.py: s tokens fed in a step, t positions so far, h and g this rank's query and key/value heads.
+A model that has hooks is driven in the published schedule: the whole prompt first, then one token per step. Letters as
+in model.py: s tokens fed in a step, t positions so far, h this rank's query heads, v vocabulary.
 """
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -12,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
-from fairscale.nn.model_parallel.initialize import get_model_parallel_group  # type: ignore[import-untyped]
+from fairscale.nn.model_parallel.mappings import gather_from_model_parallel_region  # type: ignore[import-untyped]
 from torch import Tensor
 
 from .. import distributed as parallel
@@ -21,13 +21,13 @@ from ..engine.sampling import Sampling, distribution, nucleus, row_generator
 from ..generation import Llama
 from ..model import Attention, Transformer, apply_rotary_emb, repeat_kv
 
-CANDIDATES = 5  # of each step
+CANDIDATES = 5  # per step
 
-Stage: TypeAlias = tuple[str, str, str]  # a place on a step's way, its shape or span, what to know of it
+ShapeRow: TypeAlias = tuple[str, str, str]  # a tensor or range of cache positions, its shape or bounds, a note
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module: what went in, what came out, and when (seconds) it ended."""
+    """One forward call of a module: inputs, output and when it ended, in seconds."""
 
     inputs: tuple[Any, ...]
     output: Any
@@ -36,20 +36,20 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token that a step may draw, and its probability at each stage of the choice."""
+    """A token and its probability at each stage of sampling."""
 
     id: int
     piece: str
-    raw: float  # as the model says: softmax of the logits
+    raw: float  # softmax of the logits
     tempered: float  # after temperature
-    final: float  # after top-p, which scales what it keeps so that it adds up to 1
+    final: float  # after top-p, renormalized
     kept: bool
     drawn: bool
 
 
 @dataclass(frozen=True)
 class Head:
-    """What one query head gives to each position: weights (s, t), each row adding up to 1."""
+    """The attention weights (s, t) of one query head; each row sums to 1."""
 
     head: int
     kv_head: int
@@ -59,189 +59,170 @@ class Head:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step: the positions prev_pos:cur_pos are fed, one token is drawn."""
+    """One step: the tokens at positions prev_pos:cur_pos are fed, one token is sampled."""
 
     number: int
     phase: str  # "prefill" or "decode"
     prev_pos: int
     cur_pos: int
-    stages: list[Stage]
-    mask: list[list[int]] | None  # (s, t), 1 where a token may look; None where the model was given none
-    heads: list[Head]  # all ranks', of the layer that was asked for
-    candidates: list[Candidate]  # the likeliest, then the drawn one if it is not among them
+    shapes: list[ShapeRow]
+    mask: list[list[int]] | None  # (s, t), 1 where a token may attend; None if the model was given no mask
+    heads: list[Head]  # of all ranks, for the requested layer
+    candidates: list[Candidate]  # the most likely tokens, then the sampled one unless it is among them
     n_kept: int
-    uniform: float | None  # the random number behind the draw, where a seed was given
-    low: float  # the drawn token's stretch of 0..1, likelier tokens before it
+    uniform: float | None  # the random number behind the draw; None without a seed
+    low: float  # the sampled token's interval of the cumulative distribution, most likely tokens first
     high: float
     token: int
     piece: str
     text: str
     finish_reason: str | None
-    forward_ms: float
-    choice_ms: float
+    forward_ms: float  # from the embedding to the logits
+    sampling_ms: float
 
 
 @contextlib.contextmanager
-def watch(model: Transformer, layer: int) -> Iterator[dict[str, ModuleCall]]:
-    """Within, each forward leaves in the dict what passed through the embedding, one layer and the head."""
-    seen: dict[str, ModuleCall] = {}
+def record_calls(model: Transformer, layer: int) -> Iterator[dict[str, ModuleCall]]:
+    """Within, each forward pass leaves in the dict its calls of the embedding, one layer's modules and the head."""
+    calls: dict[str, ModuleCall] = {}
 
-    def keep(name: str) -> Any:
-        def hook(module: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
-            if name in ("start", "logits") and isinstance(inputs[0], Tensor) and inputs[0].is_cuda:
-                torch.cuda.synchronize(inputs[0].device)  # else the time were that of asking, not of computing
-            seen[name] = ModuleCall(inputs, output, time.perf_counter())
-
-        return hook
+    def record(name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if name in ("hidden", "logits") and output.is_cuda:
+            torch.cuda.synchronize(output.device)  # so that the time is that of the kernels, not of their launch
+        calls[name] = ModuleCall(inputs, output, time.perf_counter())
 
     block: Any = model.layers[layer]
     attention = block.attention
-    places = {"hidden": model.tok_embeddings, "q": attention.wq, "k": attention.wk, "v": attention.wv}
-    places |= {"block": block, "ffn": block.feed_forward.w1, "logits": model.output}
-    handles = [model.tok_embeddings.register_forward_pre_hook(keep("start"))]
-    handles += [module.register_forward_hook(keep(name)) for name, module in places.items()]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = {"hidden": model.tok_embeddings, "q": attention.wq, "k": attention.wk, "v": attention.wv}
+    modules |= {"block": block, "ffn": block.feed_forward.w1, "logits": model.output}
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(functools.partial(record, name)))  # removes itself
+        yield calls
 
 
 @torch.no_grad()
 def attention_weights(
     attention: Attention, q: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """What each query head of row 0 gave to each position (h, s, t), float32, computed again after the forward.
+    """Attention weights of row 0 (h, s, t), float32, recomputed after the forward pass: the fused kernel hides them.
 
-    The fused attention never shows it. `q` is wq's output (1, s, h * k); the keys are those in the cache.
+    `q` is the output of wq (1, s, h * head_dim); the keys are read from the cache.
     """
     seqlen = q.shape[1]
     xq = q[:1].view(1, seqlen, attention.n_local_heads, attention.head_dim)
-    xq, _ = apply_rotary_emb(xq, xq, freqs_cis)  # (1, s, h, k)
-    keys = repeat_kv(attention.cache_k[:1, : start_pos + seqlen], attention.n_rep)  # (1, t, h, k)
+    xq, _ = apply_rotary_emb(xq, xq, freqs_cis)  # (1, s, h, head_dim)
+    keys = repeat_kv(attention.cache_k[:1, : start_pos + seqlen], attention.n_rep)  # (1, t, h, head_dim)
     scores = torch.einsum("shk,thk->hst", xq[0].float(), keys[0].float()) / math.sqrt(attention.head_dim)
     return torch.softmax(scores if mask is None else scores + mask.float(), dim=-1)
 
 
-def follow(
+def trace_steps(
     generator: Llama, ids: list[int], tokens: int, settings: Sampling, layer: int | None = None, whole: bool = True
 ) -> Iterator[StepTrace]:
-    """Continue a prompt's ids by up to `tokens`, one `StepTrace` a step, the same on every rank.
+    """Continue the prompt `ids` by up to `tokens`; one `StepTrace` per step, the same on every rank.
 
-    `layer` is the one whose attention is looked at, None for no attention. Without `whole`, masks and attention are
-    kept for the last token fed only: those of a prompt of 4096 tokens would be gigabytes.
+    `layer` is the one whose attention is recorded, None for none. Unless `whole`, mask and attention are those of the
+    last token fed only: for a prompt of 4096 tokens all of it would be gigabytes.
     """
     temperature, top_p, seed = settings.temperature, settings.top_p, settings.seed
-    draws = None if seed is None or temperature == 0 else row_generator(seed, ids, 0)  # a twin of the library's own
-    so_far, tokenizer = list(ids), generator.tokenizer
+    uniforms = None if seed is None or temperature == 0 else row_generator(seed, ids, 0)  # repeats the sampler's draws
+    text_ids, tokenizer, rows = list(ids), generator.tokenizer, slice(None) if whole else slice(-1, None)
     attention = generator.model.attentions()[layer or 0]
     stream = generator.stream([ids], tokens, temperature, top_p, seed=seed)
-    with contextlib.closing(stream), watch(generator.model, layer or 0) as seen:  # type: ignore[type-var]
+    with contextlib.closing(stream), record_calls(generator.model, layer or 0) as calls:  # type: ignore[type-var]
         for number, step in enumerate(stream, 1):
             now = time.perf_counter()
-            so_far.append(step.token)
-            _, start_pos, _, mask = seen["block"].inputs
-            rows = slice(None) if whole else slice(-1, None)
-            parts = _gather(_part(attention, seen, None if layer is None else rows))
+            text_ids.append(step.token)
+            _, start_pos, _, mask = calls["block"].inputs
             yield StepTrace(
                 number=number,
                 phase="prefill" if start_pos == 0 else "decode",
                 prev_pos=start_pos,
-                cur_pos=start_pos + seen["hidden"].output.shape[1],
-                stages=_stages(seen, parts, attention, generator.model.n_layers),
+                cur_pos=start_pos + calls["hidden"].output.shape[1],
+                shapes=_shape_rows(calls, attention, generator.model.n_layers),
                 mask=None if mask is None else (mask[rows] == 0).int().tolist(),
-                heads=[head for part in parts for head in part["heads"]],
-                **_choice(tokenizer, seen["logits"].output[0, -1].float(), settings, step.token),
-                uniform=None if draws is None else float(torch.rand((), generator=draws, dtype=torch.float64)),
+                heads=[] if layer is None else _heads(calls, attention, rows),
+                **_sampling_fields(tokenizer, calls["logits"].output[0, -1].float(), settings, step.token),
+                uniform=None if uniforms is None else float(torch.rand((), generator=uniforms, dtype=torch.float64)),
                 token=step.token,
                 piece=piece(tokenizer, step.token),
-                text=tokenizer.decode(so_far),
+                text=tokenizer.decode(text_ids),
                 finish_reason=step.finish_reason,
-                forward_ms=1000 * (seen["logits"].time - seen["start"].time),
-                choice_ms=1000 * (now - seen["logits"].time),
+                forward_ms=1000 * (calls["logits"].time - calls["hidden"].time),
+                sampling_ms=1000 * (now - calls["logits"].time),
             )
 
 
-def _part(attention: Attention, seen: dict[str, ModuleCall], rows: slice | None) -> dict[str, Any]:
-    """What this rank alone knows of a step: the shapes on it, and what its heads look at from `rows` of those fed."""
-    rank, heads = parallel.rank(), attention.n_local_heads
-    part: dict[str, Any] = {
-        name: tuple(seen[name].output.unflatten(-1, (-1, attention.head_dim)).shape) for name in ("q", "k", "v")
-    }
-    part |= {"cache": tuple(attention.cache_k.shape), "ffn": tuple(seen["ffn"].output.shape), "heads": []}
-    if rows is not None:
-        _, start_pos, freqs_cis, mask = seen["block"].inputs
-        q = seen["q"].output[:, rows]
-        first = start_pos + seen["q"].output.shape[1] - q.shape[1]
-        weights = attention_weights(attention, q, first, freqs_cis[rows], None if mask is None else mask[rows])
-        for i, table in enumerate(weights.tolist()):
-            rounded = [[round(weight, 4) for weight in row] for row in table]
-            kv_head = rank * attention.n_local_kv_heads + i // attention.n_rep
-            part["heads"].append(Head(rank * heads + i, kv_head, rank, rounded))
-    return part
+def piece(tokenizer: Any, token: int) -> str:
+    """A vocabulary entry with its leading space; `<s>` and byte tokens such as `<0x0A>` by name."""
+    return str(tokenizer.sp_model.id_to_piece(token)).replace("\u2581", " ")
 
 
-def _gather(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's part, on every rank."""
-    parts = [part] * parallel.world_size()
-    if len(parts) > 1:
-        dist.all_gather_object(parts, part, group=get_model_parallel_group())
-    return parts
-
-
-def _stages(
-    seen: dict[str, ModuleCall], parts: list[dict[str, Any]], attention: Attention, n_layers: int
-) -> list[Stage]:
-    """A step's way through the model; what is cut over the ranks stands there once for each of them."""
-    start_pos, mask, hidden = seen["block"].inputs[1], seen["block"].inputs[3], seen["hidden"].output
-    end, ranks, room = start_pos + hidden.shape[1], len(parts), attention.cache_k.shape[1]
-
-    def cut(key: str, note: str, heads: int = 0) -> list[Stage]:
-        if ranks == 1:
-            return [(key, str(parts[0][key]), note)]
-        here = [f"{r * heads}:{(r + 1) * heads} of {note}" if heads else note for r in range(ranks)]
-        return [(f"{key}, rank {r}", str(parts[r][key]), here[r]) for r in range(ranks)]
-
-    q_heads, kv_heads = ranks * attention.n_local_heads, ranks * attention.n_local_kv_heads
-    triangle = "fed, read: -inf above the diagonal, so that no token looks ahead"
-    return [
-        ("hidden", _shape(hidden), "batch, tokens, dim: one vector for each token fed"),
-        *cut("q", f"{q_heads} query heads (batch, tokens, heads, head_dim)", attention.n_local_heads),
-        *cut("k", f"{kv_heads} key heads, each for {attention.n_rep} query heads", attention.n_local_kv_heads),
-        *cut("v", f"{kv_heads} value heads", attention.n_local_kv_heads),
-        *cut("cache", f"batch, positions, heads, head_dim; k and v, in each of {n_layers} layers"),
-        ("written", f"{start_pos}:{end}", f"cache positions that take the new k and v; {room - end} stay free"),
-        ("read", f"0:{end}", "cache positions that the tokens fed may look at"),
-        ("mask", "none", "one token at the end may look at everything") if mask is None
-        else ("mask", _shape(mask), triangle),
-        *cut("ffn", "the wide middle of the feed-forward"),
-        ("logits", _shape(seen["logits"].output), "a score for each vocabulary entry; only the last row is used"),
-    ]  # fmt: skip
+# ------------------------------------------------------------------------------------------ shapes and heads
 
 
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def _choice(tokenizer: Any, logits: Tensor, settings: Sampling, token: int) -> dict[str, Any]:
-    """The fields of a `StepTrace` about candidates and draw, from the last token's logits (v,)."""
+def _heads(calls: dict[str, ModuleCall], attention: Attention, rows: slice) -> list[Head]:
+    """All ranks' heads, with the attention weights of those `rows` of the tokens fed."""
+    _, start_pos, freqs_cis, mask = calls["block"].inputs
+    q = calls["q"].output[:, rows]
+    start_pos += calls["q"].output.shape[1] - q.shape[1]
+    weights = attention_weights(attention, q, start_pos, freqs_cis[rows], None if mask is None else mask[rows])
+    weights = gather_from_model_parallel_region(weights.movedim(0, -1).contiguous()).movedim(-1, 0)  # h of all ranks
+    tables = weights.double().round(decimals=4).tolist()
+    return [Head(i, i // attention.n_rep, i // attention.n_local_heads, table) for i, table in enumerate(tables)]
+
+
+def _shape_rows(calls: dict[str, ModuleCall], attention: Attention, n_layers: int) -> list[ShapeRow]:
+    """A step's shapes from the embedding to the logits; what is sharded has a row per rank, with equal shapes."""
+    hidden, (_, start_pos, _, mask), ranks = calls["hidden"].output, calls["block"].inputs, parallel.world_size()
+    q, k, v = (calls[name].output.unflatten(-1, (-1, attention.head_dim)) for name in ("q", "k", "v"))
+    end, q_heads, kv_heads, cache = start_pos + hidden.shape[1], q.shape[2], k.shape[2], attention.cache_k
+
+    def sharded(name: str, tensor: Tensor, note: str, heads: int = 0) -> list[ShapeRow]:
+        if ranks == 1:
+            return [(name, _shape(tensor), note)]
+        notes = [f"{r * heads}:{(r + 1) * heads} of {note}" if heads else note for r in range(ranks)]
+        return [(f"{name}, rank {r}", _shape(tensor), notes[r]) for r in range(ranks)]
+
+    return [
+        ("hidden", _shape(hidden), "batch, tokens, dim: one vector per token fed"),
+        *sharded("q", q, f"{ranks * q_heads} query heads (batch, tokens, heads, head_dim)", q_heads),
+        *sharded("k", k, f"{ranks * kv_heads} key heads, each shared by {attention.n_rep} query heads", kv_heads),
+        *sharded("v", v, f"{ranks * kv_heads} value heads", kv_heads),
+        *sharded("cache", cache, f"batch, positions, heads, head_dim; k and v in each of {n_layers} layers"),
+        ("written", f"{start_pos}:{end}", f"cache positions; {cache.shape[1] - end} remain free"),
+        ("read", f"0:{end}", "cache positions"),
+        ("mask", "none", "a single new token attends to all positions") if mask is None
+        else ("mask", _shape(mask), "fed, read: -inf above the diagonal (causal)"),
+        *sharded("ffn", calls["ffn"].output, "hidden layer of the feed-forward network"),
+        ("logits", _shape(calls["logits"].output), "one per vocabulary entry; only the last row is used"),
+    ]  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------------- sampling
+
+
+def _sampling_fields(tokenizer: Any, logits: Tensor, settings: Sampling, token: int) -> dict[str, Any]:
+    """The fields of `StepTrace` that show how `token` was sampled from the last row of logits (v,)."""
     raw = torch.softmax(logits, dim=-1)
-    if settings.temperature == 0:  # all for the likeliest, whatever top-p is
+    if settings.temperature == 0:  # greedy: top-p has no effect
         tempered = torch.zeros_like(raw).index_fill(0, logits.argmax(), 1.0)
     else:
         tempered = distribution(logits[None], settings)[0]
-    probs, order = nucleus(tempered[None], settings.top_p)  # (1, v), likeliest first
+    probs, order = nucleus(tempered[None], settings.top_p)  # (1, v), most likely first
     final = torch.zeros_like(raw).scatter(0, order[0], probs[0])
-    best = torch.topk(raw, min(CANDIDATES, len(raw))).indices.tolist()
+    ids = torch.topk(raw, min(CANDIDATES, len(raw))).indices.tolist()
     candidates = [
-        Candidate(i, piece(tokenizer, i), float(raw[i]), float(tempered[i]), p := float(final[i]), p > 0, i == token)
-        for i in [*best, *([] if token in best else [token])]
+        Candidate(
+            i, piece(tokenizer, i), float(raw[i]), float(tempered[i]), float(final[i]), bool(final[i]), i == token
+        )
+        for i in dict.fromkeys([*ids, token])
     ]
-    place = int((order[0] == token).nonzero())
-    low, high = float(probs[0, :place].sum()), float(probs[0, : place + 1].sum())
+    index = int((order[0] == token).nonzero())
+    low, high = float(probs[0, :index].sum()), float(probs[0, : index + 1].sum())
     return {"candidates": candidates, "n_kept": int((final > 0).sum()), "low": low, "high": high}
-
-
-def piece(tokenizer: Any, token: int) -> str:
-    """A vocabulary entry as it stands there: with its space; `<s>` and single bytes such as `<0x0A>` can be seen."""
-    return str(tokenizer.sp_model.id_to_piece(token)).replace("\u2581", " ")
