@@ -29,14 +29,8 @@ from .chat import (
     Role,
     encode_dialog,
 )
-from .engine.cache import cache_state
-from .engine.compiled import StaticDecoder, compile_model
-from .engine.options import Options, check_options, check_prefill_chunk, make_request, prompt_budget
-from .engine.request import Request, Step
-from .engine.results import Stream, collect, details, refused_stream, stream_steps, stream_text, texts
-from .engine.sampling import sample_top_p
-from .engine.scheduler import Scheduler
 from .errors import LlamaError
+from .model import ModelArgs, Transformer  # noqa: F401
 from .tokenizer import Tokenizer
 from .tokenizer import stop_ids as stop_ids_of
 
@@ -61,6 +55,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger("llama")
+
+# programs look for these here
+get_model_parallel_rank = distributed.groups.fs_init.get_model_parallel_rank
+initialize_model_parallel = distributed.groups.fs_init.initialize_model_parallel
+model_parallel_is_initialized = distributed.groups.fs_init.model_parallel_is_initialized
 
 
 class CompletionPrediction(TypedDict):

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, world_size
+from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
+
+fs_init = groups.fs_init  # programs look for it here
 
 # What a block is told about who sees whom: None (everyone sees everything before and with it), an additive tensor
 # (s, t) or (1 or b, 1 or h, s, t), a boolean one, or "causal": the lower triangle without a tensor, at start_pos 0.

@@ -1,5 +1,6 @@
 """Text to ids and back: SentencePiece vocabularies, llama2.c's tokenizer.bin, and decoding while ids arrive."""
 
+import logging
 import math
 import re
 import struct
@@ -12,6 +13,7 @@ from typing import Any
 
 try:
     import sentencepiece
+    from sentencepiece import SentencePieceProcessor  # noqa: F401  # programs look for it here
 except ImportError as error:
     raise ImportError(
         f"llama needs the package sentencepiece, which {sys.executable} cannot import ({error}); "
@@ -19,6 +21,8 @@ except ImportError as error:
     ) from error
 
 from .errors import LlamaError
+
+logger = logging.getLogger("llama")
 
 
 class Tokenizer:
