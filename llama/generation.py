@@ -29,6 +29,13 @@ from .chat import (
     Role,
     encode_dialog,
 )
+from .engine.cache import cache_state
+from .engine.compiled import StaticDecoder, compile_model
+from .engine.options import Options, check_options, check_prefill_chunk, make_request, prompt_budget
+from .engine.request import Request, Step
+from .engine.results import Stream, collect, details, refused_stream, stream_steps, stream_text, texts
+from .engine.sampling import sample_top_p
+from .engine.scheduler import Scheduler
 from .errors import LlamaError
 from .model import ModelArgs, Transformer  # noqa: F401
 from .tokenizer import Tokenizer
