@@ -6,8 +6,9 @@ from typing import Any
 
 import fire  # type: ignore[import-untyped]
 
-from .checkpoint.convert import convert, info
 from .cli.bench import bench
+from .cli.convert import convert
+from .cli.info import info
 from .cli.terminal import arguments, chat, complete, reader_may_leave
 from .cli.trace import trace
 from .errors import LlamaError
