@@ -71,10 +71,8 @@ def _check_settings(to: str, shards: int, dtype: str | None, context: int | None
         raise LlamaError(f"shards={shards!r} must be 1 or more, and 1 unless to='meta'")
     schemes = [codec.name for codec in META_CODECS]
     if quantize is not None and (quantize not in schemes or to != "meta" or shards != 1):
-        raise LlamaError(
-            f"quantize={quantize!r} must be {' or '.join(schemes)}, with to='meta' and shards=1; got to={to!r}, "
-            f"shards={shards}"
-        )
+        wanted = f"{' or '.join(schemes)}, with to='meta' and shards=1"
+        raise LlamaError(f"quantize={quantize!r} must be {wanted}; got to={to!r}, shards={shards}")
 
 
 def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:

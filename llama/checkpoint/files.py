@@ -22,7 +22,7 @@ def first_few(names: Iterable[str], limit: int = 5) -> str:
 def read_head(path: Path, expected: str) -> bytes:
     """The first 64 bytes of a file; LlamaError where it is what a failed download leaves."""
     if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file; expected {expected}")
+        raise FileNotFoundError(f"{path.absolute()}: no such file; expected {expected}")
     if not path.is_file():
         raise format_error(path, "not a file", expected)
     with path.open("rb") as file:

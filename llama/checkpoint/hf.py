@@ -24,8 +24,6 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "c
 def read(folder: Path) -> Checkpoint:
     """A Hugging Face folder of a plain Llama model. Errors as in `open_checkpoint`."""
     config_path = folder / "config.json"
-    if not config_path.exists():
-        raise FileNotFoundError(f"{config_path.absolute()}: no such file; it holds the sizes of the model")
     config = read_json(config_path, "a Hugging Face configuration")
     params, files = _hf_params(config_path, config), _hf_files(folder)
     expected = "weights by Hugging Face's names (model.layers.0.self_attn.q_proj.weight, ...)"
@@ -49,9 +47,8 @@ def read(folder: Path) -> Checkpoint:
         weights["output.weight"] = weights["tok_embeddings.weight"]
     unexpected = [name for name, ours in names.items() if ours is None and not IGNORABLE.fullmatch(name)]
     context = positive_int(config.get("max_position_embeddings"))
-    return check_weights(
-        Checkpoint(folder, "hf", params, weights, files, context, unexpected, all_mapped), "config.json"
-    )
+    checkpoint = Checkpoint(folder, "hf", params, weights, files, context, unexpected, all_mapped)
+    return check_weights(checkpoint, "config.json")
 
 
 # Fields of config.json that change the arithmetic, with the only values this library computes.
@@ -60,7 +57,6 @@ _HF_ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "rope_scaling": (None,),
     "partial_rotary_factor": (1, None),
     "sliding_window": (None,),
     "quantization_config": (None,),
@@ -77,23 +73,15 @@ _HF_FIELDS = {
 
 def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """ModelArgs fields from a config.json; LlamaError names the field that this library cannot follow."""
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or not isinstance(scaling, dict):
-        raise format_error(path, "rope_parameters or rope_scaling that is no object", "the rotary settings")
-    for name, group in (("rope_parameters", rope), ("rope_scaling", scaling)):
-        kind = group.get("rope_type", group.get("type", "default"))
-        if kind != "default":
-            raise format_error(
-                path, f"{name} of type {kind!r:.40}", "no scaling of the rotary angles, or type 'default'"
-            )
-    plain = {**config, "rope_scaling": None}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise format_error(path, f"{name} is {rope!r:.80}", "no scaling of the rotary angles, or type 'default'")
     for name, allowed in _HF_ONLY.items():
-        value = plain.get(name, allowed[0])
+        value = config.get(name, allowed[0])
         if value not in allowed:
-            raise format_error(
-                path, f"{name} is {value!r:.60}", f"{allowed[0]!r}: this library runs plain Llama models"
-            )
+            expected = f"{allowed[0]!r}: this library runs plain Llama models"
+            raise format_error(path, f"{name} is {value!r:.60}", expected)
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     if [str(name).lower() for name in architectures] != ["llamaforcausallm"] or "model_type" not in config:
         raise format_error(path, f"architectures {architectures!r:.80}", "LlamaForCausalLM, and model_type 'llama'")
@@ -102,6 +90,7 @@ def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             raise format_error(path, f"{name} is {config.get(name)!r:.60}", "an integer above 0")
     params = {ours: config[theirs] for theirs, ours in _HF_FIELDS.items() if theirs in config}
     params.setdefault("norm_eps", 1e-6)  # transformers' default
+    rope = config.get("rope_parameters") or {}  # of newer files
     params["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     full = check_params(path, params) | {"ffn_dim": config["intermediate_size"]}
     if config.get("head_dim") not in (None, full["dim"] // full["n_heads"]):
@@ -143,9 +132,8 @@ def _numbered(folder: Path, files: list[Path]) -> list[Path]:
     total = numbers[0][-1]
     missing = sorted(set(range(1, min(total, 100_000) + 1)) - {pair[0] for pair in numbers})
     if missing:
-        raise FileNotFoundError(
-            f"{folder.absolute()}: of {total} files of weights, {first_few(map(str, missing))} is missing"
-        )
+        listed = first_few(map(str, missing))
+        raise FileNotFoundError(f"{folder.absolute()}: of {total} files of weights, {listed} is missing")
     return files
 
 
@@ -160,10 +148,9 @@ def write(source: Source, folder: Path) -> None:
     weight_map: dict[str, str] = {}
     for index, group in enumerate(files, 1):
         file = "model.safetensors" if len(files) == 1 else f"model-{index:05d}-of-{len(files):05d}.safetensors"
-        ours = {hf_name(name): name for name in group}
-        shapes = {name: (checkpoint.shape(ours[name]), source.dtype(ours[name])) for name in ours}
-        write_safetensors(folder / file, shapes, lambda name, ours=ours: _hf_tensor(source, ours[name]))  # type: ignore[misc]
-        weight_map |= dict.fromkeys(ours, file)
+        header = {hf_name(name): (checkpoint.shape(name), source.dtype(name)) for name in group}
+        write_safetensors(folder / file, header, (_hf_weight(source, name) for name in group))
+        weight_map |= dict.fromkeys(header, file)
     if len(files) > 1:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
@@ -183,14 +170,13 @@ def _group(source: Source, names: list[str]) -> list[list[str]]:
     return groups
 
 
-def _hf_tensor(source: Source, name: str) -> Tensor:
+def _hf_weight(source: Source, name: str) -> Tensor:
     weight, heads = source.read(name), rotary_heads(name, source.params)
     return pairs_to_halves(weight, heads) if heads else weight
 
 
 def _hf_config(source: Source) -> dict[str, Any]:
-    params = source.params
-    numbers = sizes(params)
+    params, numbers = source.params, sizes(source.params)
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -216,8 +202,9 @@ def _hf_config(source: Source) -> dict[str, Any]:
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path, context: int) -> dict[str, Any]:
     """The tokenizer's files, new or as they stand in a Hugging Face folder; its BOS and EOS ids by config's names."""
     if checkpoint.format == "hf" and (checkpoint.path / "tokenizer_config.json").is_file():
-        for path in (path for path in map(checkpoint.path.joinpath, KEPT) if path.is_file()):
-            shutil.copyfile(path, folder / path.name)
+        for name in KEPT:
+            if (checkpoint.path / name).is_file():
+                shutil.copyfile(checkpoint.path / name, folder / name)
     if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
         copy_tokenizer(checkpoint, folder)
     if checkpoint.format == "hf":

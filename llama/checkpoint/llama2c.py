@@ -44,9 +44,8 @@ class Header:
     group_size: int = 0
 
     def params(self) -> dict[str, int]:
-        """ModelArgs' fields, but for the FFN's width."""
-        names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
-        return {name: getattr(self, name) for name in names}
+        """Those of ModelArgs' fields that have the same name."""
+        return {name: getattr(self, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")}
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of one kind of weight (a key of the table), or of the rotary tables together."""
@@ -159,9 +158,8 @@ def read_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
     if embedding is not None and output is not None and embedding.data_ptr() == output.data_ptr():
         weights["output.weight"] = weights["tok_embeddings.weight"]
     context = positive_int(args.get("max_seq_len"))
-    return check_weights(
-        Checkpoint(path, "llama2c-train", params, weights, [path], context, unexpected, mapped), "model_args"
-    )
+    checkpoint = Checkpoint(path, "llama2c-train", params, weights, [path], context, unexpected, mapped)
+    return check_weights(checkpoint, "model_args")
 
 
 # -------------------------------------------------------------------------------------------------- write
@@ -180,16 +178,14 @@ def write(source: Source, folder: Path) -> None:
     with (folder / "model.bin.partial").open("wb") as file:
         file.write(struct.pack("<7i", *ints, vocab, source.context))
         for name, _ in header.offsets():
-            tensors = _rope_tables(header, params["rope_theta"]) if name == ROPE else (source.read(name),)
-            for tensor in tensors:
-                write_tensor(file, tensor)
+            write_tensor(file, _rope_tables(header, params["rope_theta"]) if name == ROPE else source.read(name))
     copy_tokenizer(checkpoint, folder, to_bin=True)
     (folder / "model.bin.partial").rename(folder / "model.bin")
 
 
-def _rope_tables(header: Header, theta: float) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that version 0 holds, each (max_seq_len, head_dim / 2); the programs skip them."""
+def _rope_tables(header: Header, theta: float) -> Tensor:
+    """The cosines, then the sines that version 0 holds (2, max_seq_len, head_dim / 2); the programs skip them."""
     head_dim = header.dim // header.n_heads
     freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
     angles = torch.outer(torch.arange(header.max_seq_len).float(), freqs)  # (max_seq_len, head_dim / 2)
-    return angles.cos(), angles.sin()
+    return torch.stack([angles.cos(), angles.sin()])  # (2, max_seq_len, head_dim / 2)

@@ -24,6 +24,7 @@ from .files import first_few, format_error, read_head
 from .memory import check_memory
 from .pth import read_pth
 
+KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
 TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
 THREADS = 4  # that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
@@ -39,7 +40,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
     checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
     folder = path if path.is_dir() else path.parent
-    names = ("tokenizer.bin", "tokenizer.model") if checkpoint.format == "llama2c" else TOKENIZERS
+    names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
     checkpoint.tokenizer_path = next((folder / name for name in names if (folder / name).is_file()), None)
     return checkpoint
 
@@ -51,16 +52,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         return hf.read(folder)
     if (folder / "params.json").exists():
         return meta.read(folder)
-    rest = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"] or sorted(
-        folder.glob("*.pt")
-    )
-    if len(rest) == 1:
-        return _open_file(rest[0])
-    looked = (
-        "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
-    )
-    found = f"several: {first_few(path.name for path in rest)}: give one" if rest else "no checkpoint"
-    raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {looked}")
+    files = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"]
+    files = files or sorted(folder.glob("*.pt"))
+    if len(files) == 1:
+        return _open_file(files[0])
+    found = f"several: {first_few(path.name for path in files)}: give one" if files else "no checkpoint"
+    raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {KNOWN}")
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -191,23 +188,14 @@ def load_model(
     args = ModelArgs(**{**checkpoint.params, **sizes})
     rows = checkpoint.shape("tok_embeddings.weight")[0]
     if rows != vocab_size:
-        raise LlamaError(
-            f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}: "
-            f"give the tokenizer that belongs to this checkpoint"
-        )
+        found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
+        raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
     check_memory(args, device, dtype, world_size(), scheme)
     with defaults(torch.device("cpu") if scheme else device, dtype):  # weights that will be packed are never touched
         model = Transformer(args)
-    load(
-        model,
-        checkpoint,
-        rank=rank(),
-        world=world_size(),
-        progress=rank() == 0,
-        scheme=scheme,
-        device=device if scheme else None,
-    )
+    place = device if scheme else None
+    load(model, checkpoint, rank=rank(), world=world_size(), progress=rank() == 0, scheme=scheme, device=place)
     return model
 
 

@@ -26,12 +26,10 @@ from .table import IGNORABLE, split_known, weight_spec
 def read(folder: Path) -> Checkpoint:
     """A folder of Meta's. Errors as in `open_checkpoint`."""
     params_path = folder / "params.json"
-    if not params_path.exists():
-        raise FileNotFoundError(f"{params_path.absolute()}: no such file; it holds the sizes of the model")
+    settings = read_json(params_path, "the model's settings as Meta writes them")
     files = shard_files(folder)
     if not files:
         raise FileNotFoundError(f"{folder.absolute()}: params.json, but no consolidated.NN.pth (or other .pth)")
-    settings = read_json(params_path, "the model's settings as Meta writes them")
     context = positive_int(settings.pop("max_seq_len", None))
     settings.pop("max_batch_size", None)
     params = check_params(params_path, settings)
@@ -78,14 +76,11 @@ def _sharded_weight(path: Path, name: str, parts: list[Tensor], dim: int) -> Sto
     axis = weight_spec(name).axis
     if axis is None or len(parts) == 1:
         return StoredWeight(parts[:1])
-    if any(part.ndim != 2 or part.dtype != parts[0].dtype for part in parts):
-        shapes = first_few(f"{part.dtype} {tuple(part.shape)}" for part in parts)
-        raise format_error(path, f"{name} has parts {shapes}", "matrices of one type")
-    if name == "tok_embeddings.weight" and all(part.shape[1] == dim for part in parts):
+    if name == "tok_embeddings.weight" and all(part.shape[1:] == (dim,) for part in parts):
         axis = 0  # Llama 3 shards the embedding by rows
-    if len({part.shape[1 - axis] for part in parts}) > 1:
-        shapes = first_few(str(tuple(part.shape)) for part in parts)
-        raise format_error(path, f"{name} has parts {shapes}", "parts that fit")
+    if any(part.ndim != 2 for part in parts) or len({(part.dtype, part.shape[1 - axis]) for part in parts}) > 1:
+        shapes = first_few(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+        raise format_error(path, f"{name} has parts {shapes}", "matrices of one type that fit side by side")
     return StoredWeight(parts, axis)
 
 

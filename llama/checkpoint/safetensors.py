@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,7 @@ def _check_header(path: Path, table: Any, size: int) -> dict[str, tuple[int, tup
     """Name to (start, shape, dtype), in the order of the file; `size` is what follows the header, in bytes."""
     if not isinstance(table, dict):
         raise format_error(path, f"a header that is a {type(table).__name__}", "a JSON object")
-    extents = {}
-    for name, described in table.items():
-        if name != "__metadata__":
-            extents[name] = _check_tensor(path, name, described)
+    extents = {name: _check_tensor(path, name, table[name]) for name in table if name != "__metadata__"}
     ordered = dict(sorted(extents.items(), key=lambda item: item[1][0]))
     end = 0
     for name, (start, shape, dtype) in ordered.items():
@@ -72,9 +69,7 @@ def _check_header(path: Path, table: Any, size: int) -> dict[str, tuple[int, tup
             )
         end = start + math.prod(shape) * dtype.itemsize
     if end != size:
-        raise format_error(
-            path, f"{size} bytes of data (truncated, or grown)", f"the {end} bytes that its header describes"
-        )
+        raise format_error(path, f"{size} bytes of data (truncated, or grown)", f"the {end} bytes of its header")
     return ordered
 
 
@@ -94,18 +89,18 @@ def _check_tensor(path: Path, name: str, described: Any) -> tuple[int, tuple[int
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], read: Callable[[str], Tensor]
+    path: Path, described: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterable[Tensor]
 ) -> None:
-    """Write tensors one at a time: `read(name)` is called in the order of `tensors`, which gives shapes and types."""
+    """Write tensors one at a time, as the iterable makes them; shapes and types are `described` before, by name."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (shape, dtype) in tensors.items():
+    for name, (shape, dtype) in described.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
         table[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
-        for name in tensors:
-            write_tensor(file, read(name))
+        for tensor in tensors:
+            write_tensor(file, tensor)

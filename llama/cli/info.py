@@ -57,8 +57,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     count -= checkpoint.tied * rows * params["dim"]
     dtypes = sorted({str(checkpoint.dtype(name)).removeprefix("torch.") for name in checkpoint.names()})
     codecs = [weight.codec for weight in checkpoint.weights.values() if weight.codec]
-    numbers = sizes(params)
-    kv_heads = numbers["kv_heads"]
+    numbers, layers = sizes(params), params["n_layers"]
     size = sum(path.stat().st_size for path in checkpoint.files)
     return [
         ("checkpoint", str(checkpoint.path)),
@@ -67,10 +66,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("tokenizer", str(checkpoint.tokenizer_path or "not found")),
         ("parameters", f"{count:,}"),
         ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
-        (
-            "sizes",
-            f"dim {params['dim']}, {params['n_layers']} layers, {params['n_heads']} heads, {kv_heads} kv heads",
-        ),
+        ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),
         ("", f"ffn {numbers['ffn']}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("vocabulary", str(rows)),
         ("context", str(checkpoint.context or "not stored")),
@@ -91,7 +87,6 @@ def _check_values(checkpoint: Checkpoint) -> None:
             bad.append(f"{name} ({note.strip()})")
         checkpoint.drop_pages(name)
     if bad:
-        raise LlamaError(
-            f"{checkpoint.path}: {len(bad)} weights are not finite: {first_few(bad)}: fetch the files again"
-        )
+        found = f"{len(bad)} weights are not finite: {first_few(bad)}"
+        raise LlamaError(f"{checkpoint.path}: {found}: fetch the files again")
     print(f"all {len(checkpoint.names())} weights are finite")
