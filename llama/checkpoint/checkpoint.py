@@ -170,9 +170,8 @@ class Checkpoint:
         if axis is not None:
             if shape[axis] % world or heads % world:
                 count = f"{heads} heads" if heads else f"size {shape[axis]} along axis {axis}"
-                raise LlamaError(
-                    f"{name}: {count} cannot be sharded over {world} ranks: start a number that divides it"
-                )
+                found = f"{name}: {count} cannot be sharded over {world} ranks"
+                raise LlamaError(f"{found}: start a number that divides it")
             shape[axis] //= world
         return tuple(shape)
 

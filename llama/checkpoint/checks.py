@@ -99,10 +99,8 @@ def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
     if held < 1 and "tok_embeddings.weight" not in found:
         raise format_error(path, describe_keys(found or checkpoint.unexpected), "the weights of a Llama model")
     if held < layers:
-        raise LlamaError(
-            f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: weights are missing, "
-            f"fetch the files again"
-        )
+        found_layers = f"{path}: the files hold {held} layers, but {source} says n_layers={layers}"
+        raise LlamaError(f"{found_layers}: weights are missing, fetch the files again")
     if "tok_embeddings.weight" not in found:
         raise LlamaError(f"{path}: 1 weight is missing: tok_embeddings.weight; fetch the files again")
     numbers = sizes(checkpoint.params)
@@ -110,14 +108,15 @@ def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
     if len(embedding) == 2 and (numbers["vocab"] < 1 or checkpoint.format == "meta"):
         numbers["vocab"] = embedding[0]  # params.json's is overruled by the tokenizer's, which comes later
     wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}
+    for name in wanted:
+        if name in found and found[name].dtype not in FLOATS:
+            kinds = "float32, bfloat16 or float16, or scales beside it as convert --quantize writes them"
+            raise format_error(path, f"{name} is {found[name].dtype}", kinds)
     try:
         check_shapes(path, {name: weight.shape for name, weight in found.items()}, wanted)
     except LlamaError as error:
         known = f"sizes from {source}; {checkpoint.shards} file(s) of weights"
         raise LlamaError(f"{error} ({known}): fetch the files again") from None
-    for name in wanted:
-        if found[name].dtype not in FLOATS:
-            raise format_error(path, f"{name} is {found[name].dtype}", "float32, bfloat16 or float16")
     checkpoint.weights = {name: found[name] for name in wanted}
     checkpoint.unexpected += [name for name in found if name not in wanted and not IGNORABLE.fullmatch(name)]
     return checkpoint

@@ -44,13 +44,12 @@ class Int8Rows(Codec):
     """`quantize_int8`: int8 (n, k), and a scale for each row (n,)."""
 
     name = scheme = "int8"
-    dtype = torch.int8
     quantize = staticmethod(quantize_int8)
 
     @staticmethod
     def fits(qvalues: Tensor, scales: Tensor) -> bool:
-        """Whether the scales have the shape that belongs to these values."""
-        return scales.shape == qvalues.shape[:1]
+        """Whether these are values and scales as `quantize_int8` makes them."""
+        return _types(qvalues, scales) == (torch.int8, 2, True) and scales.shape == qvalues.shape[:1]
 
     def shard(self, axis: int, rank: int, world: int) -> "Int8Rows":
         """As `Codec.shard`: a row's scale goes with every part of the row."""
@@ -62,7 +61,6 @@ class Int4Groups(Codec):
     """`quantize_int4`: uint8 (n, k / 2), two values to a byte, and scale and zero of each group (n, k / group, 2)."""
 
     name = scheme = "int4"
-    dtype = torch.uint8
     quantize = staticmethod(quantize_int4)
 
     @property
@@ -72,7 +70,9 @@ class Int4Groups(Codec):
 
     @staticmethod
     def fits(qvalues: Tensor, scales: Tensor) -> bool:
-        """Whether the scales have the shape that belongs to these values."""
+        """Whether these are values and scales as `quantize_int4` makes them."""
+        if _types(qvalues, scales) != (torch.uint8, 2, True):
+            return False
         rows, columns = qvalues.shape[0], 2 * qvalues.shape[1]
         return any(scales.shape == (rows, columns // group, 2) for group in GROUPS if columns % group == 0)
 
@@ -85,6 +85,10 @@ class Int4Groups(Codec):
 
 
 META_CODECS: tuple[type[Int8Rows | Int4Groups], ...] = (Int8Rows, Int4Groups)  # what `convert --quantize` writes
+
+
+def _types(qvalues: Tensor, scales: Tensor) -> tuple[torch.dtype, int, bool]:
+    return qvalues.dtype, qvalues.ndim, scales.is_floating_point()
 
 
 def _shard(tensor: Tensor, axis: int, rank: int, world: int) -> Tensor:

@@ -110,16 +110,15 @@ def _new_folder(target: Path) -> Iterator[Path]:
     try:
         folder.chmod(0o755)
         yield folder
+        old = folder.with_name(folder.name.replace(".partial-", ".old-"))
         if target.exists():
-            old = folder.with_name(folder.name.replace(".partial-", ".old-"))
             target.rename(old)
-            try:
-                folder.rename(target)
-            except BaseException:
-                old.rename(target)
-                raise
-            shutil.rmtree(old)
-        else:
+        try:
             folder.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,8 +5,9 @@ Opening reads headers only; values are mapped, and read when a rank takes its pa
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from .pth import read_pth
 
 KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
 TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
-THREADS = 4  # that copy weights; each holds the pages of one tensor
+THREADS = 4  # at most, that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
 
 
@@ -106,11 +107,13 @@ def load(
         for layer_name, layer in linear_layers(model) if scheme else ():
             name = f"{layer_name}.weight"
             weight = parameters.pop(name)
-            layer.set_packed(_packed(name, checkpoint, rank, world, str(scheme), device))
+            layer.set_packed(_packed(checkpoint, rank, world, name, str(scheme), device))
             bar.update(weight.numel() * weight.itemsize)
         checkpoint.in_use = True
-        for parameter in _in_threads(lambda item: _place(*item, checkpoint, rank, world), parameters.items()):
-            bar.update(parameter.numel() * parameter.itemsize)
+        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+            place = partial(_place, checkpoint, rank, world)
+            for weight in pool.map(place, parameters, parameters.values()):
+                bar.update(weight.numel() * weight.itemsize)
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
     for parameter in parameters.values() if device is not None else ():
@@ -118,7 +121,7 @@ def load(
 
 
 def _packed(
-    name: str, checkpoint: Checkpoint, rank: int, world: int, scheme: str, device: torch.device | None
+    checkpoint: Checkpoint, rank: int, world: int, name: str, scheme: str, device: torch.device | None
 ) -> PackedWeight:
     """One weight as its layer will multiply with it, quantized now unless it is stored so; pages are given back."""
     try:
@@ -132,19 +135,7 @@ def _packed(
         checkpoint.drop_pages(name)
 
 
-def _in_threads(
-    work: Callable[[tuple[str, nn.Parameter]], nn.Parameter], items: Iterable[tuple[str, nn.Parameter]]
-) -> Iterator[nn.Parameter]:
-    """The results as they come, from as many threads as torch may use here, at most THREADS."""
-    pool = ThreadPoolExecutor(min(THREADS, torch.get_num_threads()))
-    try:
-        for done in as_completed([pool.submit(work, item) for item in items]):
-            yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _place(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, rank: int, world: int) -> nn.Parameter:
+def _place(checkpoint: Checkpoint, rank: int, world: int, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Map or fill one parameter, and return it; a tied head waits for the embedding."""
     if checkpoint.tied and world == 1 and name == "output.weight":
         return parameter

@@ -42,12 +42,11 @@ def read(folder: Path) -> Checkpoint:
             raise LlamaError(f"{file}: {len(absent)} weights of {files[0].name} are missing: {first_few(absent)}")
     quantized = _quantized_weights(folder, shards)
     known, unexpected = split_known(dict.fromkeys(name for shard in shards for name in shard))
-    weights = {
-        name: StoredWeight([quantized[name]])
-        if name in quantized
-        else _sharded_weight(folder, name, [shard[name] for shard in shards if name in shard], params["dim"])
-        for name in known
-    }
+    weights = {name: StoredWeight([codec]) for name, codec in quantized.items()}
+    for name in known:
+        if name not in weights:
+            parts = [shard[name] for shard in shards if name in shard]
+            weights[name] = _sharded_weight(folder, name, parts, params["dim"])
     mapped = all(mapped for _, mapped in contents)
     return check_weights(Checkpoint(folder, "meta", params, weights, files, context, unexpected, mapped), "params.json")
 
@@ -86,24 +85,18 @@ def _sharded_weight(path: Path, name: str, parts: list[Tensor], dim: int) -> Sto
 
 def _quantized_weights(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Codec]:
     """Take X.scales out of the one shard that may hold them, and return each with its X.weight, by the weight's key."""
-    names = [name for name in shards[0] if name.endswith(".scales")]
-    if names and len(shards) > 1:
-        raise format_error(folder, f"quantized weights in {len(shards)} files", "one file")
-    scales_by_name = {name.removesuffix("scales") + "weight": shards[0].pop(name) for name in names}
-    codecs = {codec.dtype: codec for codec in META_CODECS}
     found: dict[str, Codec] = {}
-    for name, scales in scales_by_name.items():
-        qvalues = shards[0].get(name) if split_known([name])[0] else None
-        codec = codecs.get(qvalues.dtype) if qvalues is not None and qvalues.ndim == 2 else None
-        if qvalues is None or codec is None or not scales.is_floating_point() or not codec.fits(qvalues, scales):
+    for scales_name in [name for name in shards[0] if name.endswith(".scales")]:
+        if len(shards) > 1:
+            raise format_error(folder, f"quantized weights in {len(shards)} files", "one file")
+        name = scales_name.removesuffix("scales") + "weight"
+        scales, qvalues = shards[0].pop(scales_name), shards[0].get(name)
+        codec = next((codec for codec in META_CODECS if qvalues is not None and codec.fits(qvalues, scales)), None)
+        if qvalues is None or codec is None or not split_known([name])[0]:
             what = "nothing" if qvalues is None else f"{qvalues.dtype} {tuple(qvalues.shape)}"
             mismatch = f"{name}: scales {scales.dtype} {tuple(scales.shape)} beside {what}"
             raise format_error(folder, mismatch, "int8 or int4 as convert --quantize writes")
         found[name] = codec(qvalues, scales)
-    bare = [name for name in split_known(shards[0])[0] if shards[0][name].dtype in codecs and name not in found]
-    if bare:
-        kinds = "float32, bfloat16 or float16, or scales beside it as convert --quantize writes them"
-        raise format_error(folder, f"{first_few(bare)} is {shards[0][bare[0]].dtype}", kinds)
     if len({type(codec) for codec in found.values()}) > 1:
         raise format_error(folder, "weights in int8 and weights in int4", "one scheme")
     return found

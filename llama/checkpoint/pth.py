@@ -27,9 +27,8 @@ def read_pth(path: Path) -> tuple[Any, bool]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), zipped
     except Exception as error:  # (the parser meets a damaged file in a dozen exception classes)
-        raise format_error(
-            path, _reason(error), f"{expected} of tensors and plain values, whole and unchanged"
-        ) from error
+        whole = f"{expected} of tensors and plain values, whole and unchanged"
+        raise format_error(path, _reason(error), whole) from error
 
 
 def _check_zip(path: Path, expected: str) -> None:
@@ -43,9 +42,8 @@ def _check_zip(path: Path, expected: str) -> None:
             entries = archive.infolist()
             total = sum(entry.file_size for entry in entries)
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or total > size:
-                raise format_error(
-                    path, f"entries that unfold to {total} bytes", f"{expected}, which is not compressed"
-                )
+                found = f"entries that unfold to {total} bytes"
+                raise format_error(path, found, f"{expected}, which is not compressed")
             for entry in entries:
                 _check_zip_entry(file, entry)
                 if entry.filename.endswith("data.pkl") and entry.CRC:  # 0: saved without sums

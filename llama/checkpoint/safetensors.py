@@ -38,9 +38,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     size = path.stat().st_size
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or length > min(size - 8, MAX_HEADER):
-        raise format_error(
-            path, f"a header of {length} bytes in a file of {size} (truncated, or another format)", expected
-        )
+        found = f"a header of {length} bytes in a file of {size} (truncated, or another format)"
+        raise format_error(path, found, expected)
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
     try:
@@ -50,9 +49,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     extents = _check_header(path, table, size - 8 - length)
     storage, data = map_file(path), 8 + length
     mapped = all((data + start) % dtype.itemsize == 0 for start, _, dtype in extents.values())
-    return {
-        name: tensor_at(storage, data + start, shape, dtype) for name, (start, shape, dtype) in extents.items()
-    }, mapped
+    tensors = {name: tensor_at(storage, data + at, shape, dtype) for name, (at, shape, dtype) in extents.items()}
+    return tensors, mapped
 
 
 def _check_header(path: Path, table: Any, size: int) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
@@ -64,9 +62,8 @@ def _check_header(path: Path, table: Any, size: int) -> dict[str, tuple[int, tup
     end = 0
     for name, (start, shape, dtype) in ordered.items():
         if start != end:
-            raise format_error(
-                path, f"{name!r} begins at byte {start} of the data", f"byte {end}, where the one before ends"
-            )
+            found = f"{name!r} begins at byte {start} of the data"
+            raise format_error(path, found, f"byte {end}, where the one before ends")
         end = start + math.prod(shape) * dtype.itemsize
     if end != size:
         raise format_error(path, f"{size} bytes of data (truncated, or grown)", f"the {end} bytes of its header")

@@ -61,11 +61,9 @@ def meta_name(hf: str) -> str | None:
 
 def split_known(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Meta's keys, and the other names that are not ignorable."""
-    known: list[str] = []
-    others: list[str] = []
-    for name in names:
-        (known if _layer(name)[0] in WEIGHT_SPECS else others).append(name)
-    return known, [name for name in others if not IGNORABLE.fullmatch(name)]
+    known = {name: _layer(name)[0] in WEIGHT_SPECS for name in names}
+    others = [name for name in known if not known[name] and not IGNORABLE.fullmatch(name)]
+    return [name for name in known if known[name]], others
 
 
 def all_names(n_layers: int) -> list[str]:

@@ -42,11 +42,10 @@ def info(
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
     need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized)
-    print(
-        f"memory per rank {gigabytes(need.total)} = weights {gigabytes(need.weights)} + KV cache "
-        f"{gigabytes(need.kv_cache)}\n                ({str(kind).removeprefix('torch.')}, {ranks} rank(s), "
-        f"max_seq_len {window}, max_batch_size {max_batch_size})"
-    )
+    parts = f"weights {gigabytes(need.weights)} + KV cache {gigabytes(need.kv_cache)}"
+    print(f"{'memory per rank':<16}{gigabytes(need.total)} = {parts}")
+    settings = f"{ranks} rank(s), max_seq_len {window}, max_batch_size {max_batch_size}"
+    print(f"{'':<16}({str(kind).removeprefix('torch.')}, {settings})")
     if check:
         _check_values(checkpoint)
 
