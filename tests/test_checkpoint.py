@@ -13,9 +13,9 @@ import reference
 import torch
 from torch import Tensor
 
-from llama.checkpoint import Checkpoint, check_memory, load, memory_estimate, open_checkpoint
+from llama.checkpoint import Checkpoint, load, open_checkpoint
 from llama.checkpoint.checkpoint import halves_to_pairs, pairs_to_halves
-from llama.checkpoint.memory import free_memory
+from llama.checkpoint.memory import check_memory, free_memory, memory_estimate
 from llama.checkpoint.meta import width_settings
 from llama.checkpoint.table import all_names, hf_name
 from llama.errors import LlamaError

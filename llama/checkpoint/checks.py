@@ -101,10 +101,8 @@ def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
     if held < layers:
         found_layers = f"{path}: the files hold {held} layers, but {source} says n_layers={layers}"
         raise LlamaError(f"{found_layers}: weights are missing, fetch the files again")
-    if "tok_embeddings.weight" not in found:
-        raise LlamaError(f"{path}: 1 weight is missing: tok_embeddings.weight; fetch the files again")
     numbers = sizes(checkpoint.params)
-    embedding = found["tok_embeddings.weight"].shape
+    embedding = found["tok_embeddings.weight"].shape if "tok_embeddings.weight" in found else ()
     if len(embedding) == 2 and (numbers["vocab"] < 1 or checkpoint.format == "meta"):
         numbers["vocab"] = embedding[0]  # params.json's is overruled by the tokenizer's, which comes later
     wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}

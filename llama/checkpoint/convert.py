@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from ..errors import LlamaError
@@ -15,12 +14,9 @@ from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .codecs import META_CODECS
 from .files import first_few
-from .loading import open_checkpoint
 from .memory import gigabytes
-from .source import Source
+from .source import DTYPES, Source
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CONTEXTS = {10000.0: 4096, 500000.0: 8192, 1000000.0: 16384}  # Llama 2, Llama 3, Code Llama, told by rope_theta
 # What --force may remove: the files of checkpoints, and nothing that a folder given by mistake would hold.
 REPLACEABLE = re.compile(
     r"consolidated\.\d+\.pth|params\.json|checklist\.chk|tokenizer.*|.*config\.json|special_tokens_map\.json"
@@ -29,38 +25,25 @@ REPLACEABLE = re.compile(
 WRITERS: dict[str, Callable[[Source, Path], None]] = {"meta": meta.write, "hf": hf.write, "llama2c": llama2c.write}
 
 
-def write_checkpoint(
-    src: Path,
-    target: Path,
-    to: str,
-    *,
-    shards: int = 1,
-    dtype: str | None = None,
-    context: int | None = None,
-    quantize: str | None = None,
-    force: bool = False,
-) -> None:
-    """Write the checkpoint `src` as the folder `target` in the format `to`; the command `convert` has the settings.
+def write_checkpoint(source: Source, target: Path, to: str, force: bool = False) -> None:
+    """Write `source` as the folder `target` in the format `to`; with `force` a checkpoint that is there is replaced.
 
     LlamaError for what cannot be written so, and nothing is left behind.
     """
-    _check_settings(to, shards, dtype, context, quantize)
-    checkpoint = open_checkpoint(src)
-    if quantize and checkpoint.quantized:
-        raise LlamaError(f"quantize={quantize!r}, but {src} holds {checkpoint.quantized}: quantize the original")
-    _check_target(checkpoint, target, force)
-    checkpoint.check_world("shards", shards)
-    stored_dtype = torch.float32 if to == "llama2c" else DTYPES[dtype] if dtype else None
-    window = context or checkpoint.context or CONTEXTS.get(checkpoint.params["rope_theta"], 4096)
-    with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as bar:
-        source = Source(checkpoint, stored_dtype, window, shards, quantize, bar)
-        bar.total = source.size(checkpoint.names())
-        _check_space(target, bar.total)
+    _check_settings(source, to)
+    if to == "llama2c":
+        source.dtype_name = "float32"  # the only type of that format
+    _check_target(source.checkpoint, target, force)
+    source.checkpoint.check_world("shards", source.shards)
+    with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as source.bar:
+        source.bar.total = source.size(source.checkpoint.names())
+        _check_space(target, source.bar.total)
         with _new_folder(target) as folder:
             WRITERS[to](source, folder)
 
 
-def _check_settings(to: str, shards: int, dtype: str | None, context: int | None, quantize: str | None) -> None:
+def _check_settings(source: Source, to: str) -> None:
+    dtype, context, shards, quantize = source.dtype_name, source.context, source.shards, source.quantize
     if to not in WRITERS:
         raise LlamaError(f"to={to!r} must be one of {', '.join(WRITERS)}")
     if dtype is not None and dtype not in DTYPES:
@@ -73,6 +56,9 @@ def _check_settings(to: str, shards: int, dtype: str | None, context: int | None
     if quantize is not None and (quantize not in schemes or to != "meta" or shards != 1):
         wanted = f"{' or '.join(schemes)}, with to='meta' and shards=1"
         raise LlamaError(f"quantize={quantize!r} must be {wanted}; got to={to!r}, shards={shards}")
+    stored = source.checkpoint.quantized
+    if quantize and stored:
+        raise LlamaError(f"quantize={quantize!r}, but {source.checkpoint.path} holds {stored}: quantize the original")
 
 
 def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:

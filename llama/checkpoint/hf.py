@@ -154,7 +154,7 @@ def write(source: Source, folder: Path) -> None:
     if len(files) > 1:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
-    ids = _write_tokenizer(checkpoint, folder, source.context)
+    ids = _write_tokenizer(checkpoint, folder, source.window)
     generation = {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
     write_json(folder / "generation_config.json", generation)
     write_json(folder / "config.json", {**_hf_config(source), **ids})
@@ -187,7 +187,7 @@ def _hf_config(source: Source) -> dict[str, Any]:
         "num_key_value_heads": numbers["kv_heads"],
         "head_dim": params["dim"] // params["n_heads"],
         "vocab_size": params["vocab_size"],
-        "max_position_embeddings": source.context,
+        "max_position_embeddings": source.window,
         "rms_norm_eps": params["norm_eps"],
         "rope_theta": params["rope_theta"],
         "rope_scaling": None,

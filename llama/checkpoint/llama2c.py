@@ -172,11 +172,11 @@ def write(source: Source, folder: Path) -> None:
         found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
         raise LlamaError(f"{checkpoint.path} has {found}; llama2.c's programs compute with 10000.0 and 1e-05 only")
     ints = (numbers["dim"], numbers["ffn"], int(params["n_layers"]), numbers["heads"], numbers["kv_heads"])
-    header = Header(*ints, numbers["vocab"], source.context)
+    header = Header(*ints, numbers["vocab"], source.window)
     header.shared = checkpoint.tied
     vocab = header.vocab_size if header.shared else -header.vocab_size  # negative: the head is stored
     with (folder / "model.bin.partial").open("wb") as file:
-        file.write(struct.pack("<7i", *ints, vocab, source.context))
+        file.write(struct.pack("<7i", *ints, vocab, source.window))
         for name, _ in header.offsets():
             write_tensor(file, _rope_tables(header, params["rope_theta"]) if name == ROPE else source.read(name))
     copy_tokenizer(checkpoint, folder, to_bin=True)

@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +20,39 @@ from .table import weight_spec
 logger = logging.getLogger("llama")
 
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONTEXTS = {10000.0: 4096, 500000.0: 8192, 1000000.0: 16384}  # Llama 2, Llama 3, Code Llama, told by rope_theta
+
+
 @dataclass
 class Source:
-    """A checkpoint to be written in another format, with a progress bar."""
+    """A checkpoint to be written, the settings of `convert`, and a progress bar."""
 
     checkpoint: Checkpoint
-    stored_dtype: torch.dtype | None  # None: as stored
-    context: int  # the longest window, in tokens
-    shards: int  # Meta's files
-    quantize: str | None  # Meta's layers: "int8" or "int4"
-    bar: "tqdm[Any]"
+    dtype_name: str | None = None  # of DTYPES; None: as stored
+    context: int | None = None  # the longest window, in tokens
+    shards: int = 1  # Meta's files
+    quantize: str | None = None  # Meta's layers: "int8" or "int4"
+    bar: "tqdm[Any]" = field(default_factory=lambda: tqdm(disable=True))
 
     @property
     def params(self) -> dict[str, Any]:
         """ModelArgs' fields with the embedding's vocab_size."""
         return {**self.checkpoint.params, "vocab_size": self.checkpoint.shape("tok_embeddings.weight")[0]}
 
+    @property
+    def window(self) -> int:
+        """The longest window: as asked for, as stored, or as the family has it."""
+        return self.context or self.checkpoint.context or CONTEXTS.get(self.checkpoint.params["rope_theta"], 4096)
+
     def dtype(self, name: str) -> torch.dtype:
         """The type in which a weight is written."""
-        return self.stored_dtype or self.checkpoint.dtype(name)
+        return DTYPES[self.dtype_name] if self.dtype_name else self.checkpoint.dtype(name)
 
     def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
         """One weight (or its part), contiguous, in the type asked for."""
         part = self.checkpoint.read(name, rank, world).to(self.dtype(name)).contiguous()
-        if self.stored_dtype == torch.float16 and part.isinf().any():
+        if self.dtype_name == "float16" and part.isinf().any():
             raise LlamaError(f"{self.checkpoint.path}: {name} holds values beyond float16's range: keep bfloat16")
         if rank == 0 or weight_spec(name).axis is not None:
             self.bar.update(part.numel() * part.itemsize)

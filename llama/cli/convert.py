@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from ..checkpoint import open_checkpoint
 from ..checkpoint.convert import write_checkpoint
 from ..checkpoint.memory import gigabytes
+from ..checkpoint.source import Source
 
 
 def convert(
@@ -32,8 +34,6 @@ def convert(
             quantize.py), which `build` loads as they are.
         force: Replace a checkpoint that is in DST.
     """
-    target = Path(str(dst))
-    write_checkpoint(
-        Path(str(src)), target, to, shards=shards, dtype=dtype, context=context, quantize=quantize, force=force
-    )
+    source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst))
+    write_checkpoint(source, target, to, force)
     print(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}")

@@ -2,11 +2,11 @@
 
 import hashlib
 
-from ..checkpoint import Checkpoint, memory_estimate, open_checkpoint
-from ..checkpoint.convert import DTYPES
+from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import first_few
 from ..checkpoint.mapping import raw_bytes
-from ..checkpoint.memory import count_parameters, gigabytes
+from ..checkpoint.memory import count_parameters, gigabytes, memory_estimate
+from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
 from ..errors import LlamaError
 
