@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 from llama import Llama
 from llama import distributed as parallel
+from llama.checkpoint.checkpoint import pairs_to_halves
 from llama.checkpoint.convert import DTYPES
-from llama.checkpoint.stored import pairs_to_halves
 from llama.cli.bench import (
     machine,
     matrices_alone,

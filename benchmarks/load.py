@@ -32,7 +32,7 @@ CASES = {
 
 def write(folder: Path, layers: int) -> None:
     """The checkpoint in one file, then, through `convert`, in four."""
-    from llama.checkpoint.convert import convert
+    from llama.cli.convert import convert
     from llama.model import ModelArgs, Transformer
 
     torch.set_default_dtype(torch.bfloat16)

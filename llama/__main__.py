@@ -3,11 +3,12 @@
 import os
 import sys
 
-from .checkpoint.convert import convert, info
 from .cli.arguments import parse_arguments
 from .cli.bench import bench
 from .cli.chat import chat
 from .cli.complete import complete
+from .cli.convert import convert
+from .cli.info import info
 from .cli.trace import trace
 from .errors import LlamaError
 

@@ -37,7 +37,7 @@ from .engine.results import Stream, collect, details, refused_stream, stream_ste
 from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
 from .errors import LlamaError
-from .model import ModelArgs, Transformer  # noqa: F401
+from .model import ModelArgs, Transformer, fs_init  # noqa: F401
 from .tokenizer import Tokenizer
 from .tokenizer import stop_ids as stop_ids_of
 
@@ -64,9 +64,9 @@ __all__ = [
 logger = logging.getLogger("llama")
 
 # programs look for these here
-get_model_parallel_rank = distributed.groups.fs_init.get_model_parallel_rank
-initialize_model_parallel = distributed.groups.fs_init.initialize_model_parallel
-model_parallel_is_initialized = distributed.groups.fs_init.model_parallel_is_initialized
+get_model_parallel_rank = fs_init.get_model_parallel_rank
+initialize_model_parallel = fs_init.initialize_model_parallel
+model_parallel_is_initialized = fs_init.model_parallel_is_initialized
 
 
 class CompletionPrediction(TypedDict):

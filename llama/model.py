@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
 
-fs_init = groups.fs_init  # programs look for it here
+fs_init = groups.fs_init  # type: ignore[attr-defined]  # programs look for it here
 
 # What a block is told about who sees whom: None (everyone sees everything before and with it), an additive tensor
 # (s, t) or (1 or b, 1 or h, s, t), a boolean one, or "causal": the lower triangle without a tensor, at start_pos 0.
@@ -41,6 +41,7 @@ class ModelArgs:
     max_batch_size: int = 32
     max_seq_len: int = 2048
     rope_theta: float = 10000.0
+    ffn_dim: int | None = None  # the FFN's width where a file gives it; None: the published rule (`ffn_width`)
 
 
 class RMSNorm(nn.Module):
@@ -281,8 +282,12 @@ def _check_heads(dim: int, n_heads: int, n_kv_heads: int, ranks: int) -> None:
         )
 
 
-def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> int:
-    """The published rule: two thirds of `hidden_dim` (4 dim), times the multiplier, rounded up to `multiple_of`."""
+def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None, ffn_dim: int | None = None) -> int:
+    """`ffn_dim` where given, else the published rule: two thirds of `hidden_dim` (4 dim), times the multiplier, rounded
+    up to `multiple_of`.
+    """
+    if ffn_dim is not None:
+        return ffn_dim
     width = int(2 * hidden_dim / 3)
     if ffn_dim_multiplier is not None:
         width = int(ffn_dim_multiplier * width)
@@ -290,16 +295,24 @@ def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | Non
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x) (SwiGLU), its width computed from 4 * dim as published (facts: sizes).
+    """w2(silu(w1 x) * w3 x) (SwiGLU), `ffn_dim` wide, by default as published from 4 * dim (facts: sizes).
 
     `w13`, where compiled.py sets it, stands in for w1 and w3 together.
     """
 
     w13: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        multiple_of: int,
+        ffn_dim_multiplier: float | None,
+        *,
+        ffn_dim: int | None = None,
+    ) -> None:
         super().__init__()
-        hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier)
+        hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier, ffn_dim)
         self.w1 = ColumnParallelLinear(dim, hidden_dim)
         self.w2 = RowParallelLinear(hidden_dim, dim)
         self.w3 = ColumnParallelLinear(dim, hidden_dim)
@@ -319,7 +332,10 @@ class TransformerBlock(nn.Module):
         self.dim = args.dim
         self.head_dim = args.dim // _count(args, "n_heads", args.n_heads)
         self.attention = Attention(args)
-        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
+        explicit = getattr(args, "ffn_dim", None)  # published settings objects have no such field
+        self.feed_forward = FeedForward(
+            args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier, ffn_dim=explicit
+        )
         self.layer_id = layer_id
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)

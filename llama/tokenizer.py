@@ -13,7 +13,6 @@ from typing import Any
 
 try:
     import sentencepiece
-    from sentencepiece import SentencePieceProcessor  # noqa: F401  # programs look for it here
 except ImportError as error:
     raise ImportError(
         f"llama needs the package sentencepiece, which {sys.executable} cannot import ({error}); "
@@ -23,6 +22,7 @@ except ImportError as error:
 from .errors import LlamaError
 
 logger = logging.getLogger("llama")
+SentencePieceProcessor: Any = sentencepiece.SentencePieceProcessor  # programs look for it here
 
 
 class Tokenizer:

@@ -13,11 +13,13 @@ import reference
 import torch
 from torch import Tensor
 
-from llama.checkpoint import Checkpoint, check_memory, load, memory_estimate, open_checkpoint
-from llama.checkpoint.memory import free_memory
-from llama.checkpoint.stored import all_names, ffn_settings, ffn_width, halves_to_pairs, hf_name, pairs_to_halves
+from llama.checkpoint import Checkpoint, load, open_checkpoint
+from llama.checkpoint.checkpoint import halves_to_pairs, pairs_to_halves
+from llama.checkpoint.memory import check_memory, free_memory, memory_estimate
+from llama.checkpoint.meta import width_settings
+from llama.checkpoint.table import all_names, hf_name
 from llama.errors import LlamaError
-from llama.model import ModelArgs, Transformer
+from llama.model import ModelArgs, Transformer, ffn_width
 
 GOLDEN = Path(__file__).parent / "golden"
 COUNTS = (1, 2, 4, 8)
@@ -57,7 +59,7 @@ def loaded(path: Path, dtype: torch.dtype = torch.float32) -> Transformer:
 def test_any_shards_on_any_ranks(tmp_path: Path, shards: int) -> None:
     weights = files.weights(files.WIDE)
     checkpoint = open_checkpoint(files.write_meta(tmp_path, weights, files.WIDE, shards))
-    assert checkpoint.shards == shards and checkpoint.format == "meta" and not checkpoint.surplus
+    assert checkpoint.shards == shards and checkpoint.format == "meta" and not checkpoint.unexpected
     equal(checkpoint, weights)
     for world in COUNTS:
         for name, tensor in weights.items():
@@ -87,7 +89,7 @@ def test_shards_are_ordered_by_their_number(tmp_path: Path) -> None:
 def test_grouped_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(files.write_hf(tmp_path, files.weights()))
     assert checkpoint.read("layers.0.attention.wk.weight", 1, 2).shape == (8, 32)
-    with pytest.raises(LlamaError, match=r"wk.weight: 2 heads cannot be cut over 4 ranks"):
+    with pytest.raises(LlamaError, match=r"wk.weight: 2 heads cannot be sharded over 4 ranks"):
         checkpoint.read("layers.0.attention.wk.weight", 0, 4)
 
 
@@ -400,18 +402,14 @@ def test_names_are_the_models() -> None:
     ("dim", "width"), [(4096, 11008), (5120, 13824), (8192, 28672), (4096, 14336), (8192, 22016), (2048, 5632)]
 )
 def test_ffn_width_of_the_known_models(dim: int, width: int) -> None:
-    settings = ffn_settings(dim, width)
+    settings = width_settings(dim, width)
     assert settings["multiple_of"] in (256, 1024, 4096)
-    assert (
-        ffn_width(dim, **{"multiple_of": settings["multiple_of"], "multiplier": settings["ffn_dim_multiplier"]})
-        == width
-    )
+    assert ffn_width(4 * dim, **settings) == width
 
 
 def test_any_ffn_width_can_be_expressed() -> None:
     for width in range(1, 700, 7):
-        settings = ffn_settings(64, width)
-        assert ffn_width(64, settings["multiple_of"], settings["ffn_dim_multiplier"]) == width
+        assert ffn_width(4 * 64, **width_settings(64, width)) == width
 
 
 def test_memory_estimate_is_that_of_facts() -> None:

@@ -11,9 +11,10 @@ import pytest
 import reference
 import torch
 
-from llama.checkpoint import convert as module
-from llama.checkpoint import load, open_checkpoint
-from llama.checkpoint.convert import convert, info
+from llama.checkpoint import hf, load, open_checkpoint
+from llama.checkpoint.source import Source
+from llama.cli.convert import convert
+from llama.cli.info import info
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer
 
@@ -108,7 +109,7 @@ def test_settings_survive(tmp_path: Path) -> None:
 
 
 def test_an_index_above_the_files_size(tmp_path: Path, meta: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HF_FILE_SIZE", 8000)
+    monkeypatch.setattr(hf, "FILE_SIZE", 8000)
     convert(str(meta), str(tmp_path / "hf"), "hf")
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     names = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
@@ -175,16 +176,16 @@ def test_a_stopped_run_leaves_nothing(
     tmp_path: Path, meta: Path, monkeypatch: pytest.MonkeyPatch, to: str, error: Any
 ) -> None:
     count = 0
-    real = module.Source.read
+    real = Source.read
 
-    def read(self: module.Source, name: str, rank: int = 0, world: int = 1) -> torch.Tensor:
+    def read(self: Source, name: str, rank: int = 0, world: int = 1) -> torch.Tensor:
         nonlocal count
         count += 1
         if count > 5:
             raise error
         return real(self, name, rank, world)
 
-    monkeypatch.setattr(module.Source, "read", read)
+    monkeypatch.setattr(Source, "read", read)
     with pytest.raises((KeyboardInterrupt, OSError)):
         convert(str(meta), str(tmp_path / "dst"), to)
     assert leftovers(tmp_path) == ["src"]
@@ -197,7 +198,7 @@ def test_a_killed_run_leaves_a_folder_that_is_no_checkpoint(
     def die(*_: object, **__: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_copy_tokenizer", die)  # after the weights, before the settings
+    monkeypatch.setattr(f"llama.checkpoint.{to}.copy_tokenizer", die)  # after the weights, before the settings
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     with pytest.raises(KeyboardInterrupt):
         convert(str(meta), str(tmp_path / "dst"), to)
@@ -224,7 +225,7 @@ def test_a_failed_run_with_force_leaves_what_was_there(
     tmp_path: Path, meta: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(str(meta), str(tmp_path / "dst"), "meta")
-    monkeypatch.setattr(module, "_hf_config", lambda *_: 1 / 0)
+    monkeypatch.setattr(hf, "_hf_config", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(str(meta), str(tmp_path / "dst"), "hf", force=True)
     monkeypatch.undo()
@@ -243,7 +244,7 @@ def test_force_removes_checkpoints_and_nothing_else(tmp_path: Path, meta: Path) 
             convert(str(meta), str(target), "hf", force=True)
     file = tmp_path / "file"
     file.write_text("x")
-    with pytest.raises(LlamaError, match="is no folder"):
+    with pytest.raises(LlamaError, match="is not a folder"):
         convert(str(meta), str(file), "hf", force=True)
     same(meta, meta)
 
@@ -320,7 +321,7 @@ def test_info_of_every_format(tmp_path: Path, meta: Path, capsys: pytest.Capture
     for path in paths:
         info(str(path))
     said = capsys.readouterr().out
-    assert said.count("memory a rank") == 4 and "int8 groups" in said and "llama2c-train" in said
+    assert said.count("memory per rank") == 4 and "int8 groups" in said and "llama2c-train" in said
     with pytest.raises(LlamaError, match="must divide n_heads=4"):
         info(str(meta), ranks=3)
 

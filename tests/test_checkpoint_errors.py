@@ -252,7 +252,7 @@ def test_settings_without_weights(tmp_path: Path) -> None:
         ("transformer.h.0.attn.attn.weight", "LitGPT"),
         ("gpt_neox.layers.0.attention.dense.weight", "GPT-NeoX"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "a LoRA adapter"),
-        ("model.layers.0.mlp.up_proj.qweight", "quantised weights"),
+        ("model.layers.0.mlp.up_proj.qweight", "quantized weights"),
         ("module.layers.0.attention.wq.weight", "behind a prefix"),
         ("encoder.weight", "the keys 'encoder.weight'"),
     ],

@@ -27,8 +27,8 @@ from test_docs import PAGES, ROOT, read
 from torch.distributed.run import get_args_parser
 
 from llama import __main__ as command_line
-from llama.checkpoint.convert import convert
 from llama.cli.arguments import parse_arguments
+from llama.cli.convert import convert
 from llama.tokenizer import Tokenizer
 
 DEMO = ROOT / "checkpoints" / "demo"

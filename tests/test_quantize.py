@@ -20,8 +20,9 @@ from torch import Tensor
 from llama import Llama, LlamaError, ModelArgs, Transformer
 from llama import quantization as quantize
 from llama.checkpoint import load, open_checkpoint
-from llama.checkpoint.convert import convert, info
 from llama.checkpoint.memory import check_memory, memory_estimate
+from llama.cli.convert import convert
+from llama.cli.info import info
 from llama.quantization import SCHEMES, Int4, dequantize, pack, pack_codes, quantize_int4, quantize_int8
 
 # no size has the shape of another; 360 rows are no multiple of int4's blocks of 64; two ranks cut no group of 64
@@ -371,11 +372,11 @@ def test_ranks_get_their_part_of_the_codes(files: Path, form: str) -> None:
     stored = open_checkpoint(files / form)
     for name, axis in (("wq", 0), ("wk", 0), ("wo", 1)):
         key = f"layers.1.attention.{name}.weight"
-        parts = [dequantize(*stored.codes(key, rank, 2)) for rank in range(2)]
+        parts = [stored.quantized_shard(key, rank, 2).dequantize() for rank in range(2)]
         assert torch.equal(torch.cat(parts, axis), stored.read(key))
     if form == "int4":
-        with pytest.raises(ValueError, match=r"2 groups of int4 cannot be cut over 4 ranks: start fewer"):
-            stored.codes("layers.1.attention.wo.weight", 0, 4)
+        with pytest.raises(ValueError, match=r"2 groups of int4 cannot be sharded over 4 ranks: start fewer"):
+            stored.quantized_shard("layers.1.attention.wo.weight", 0, 4)
 
 
 @pytest.mark.parametrize(("form", "asked"), [("int8", "int4"), ("int4", "int8"), ("int4", "int8-dynamic")])
@@ -605,4 +606,4 @@ def test_two_ranks(files: Path, tmp_path: Path) -> None:
             assert torch.equal(torch.cat([rank[kind, form][1][name] for rank in ranks], axis), whole), name
     for rank in ranks:
         name, message = rank["narrow"]
-        assert name == "LlamaError" and "1 groups of int4 cannot be cut over 2 ranks" in message
+        assert name == "LlamaError" and "1 groups of int4 cannot be sharded over 2 ranks" in message

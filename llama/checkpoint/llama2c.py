@@ -1,23 +1,31 @@
-"""The files of llama2.c and llama2.zig: version 0 and 1 (float32), and 2 (int8 in groups)."""
+"""llama2.c's files: version 0 (read and written), 1 (float32) and 2 (int8 in groups) (read), and training files."""
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import LlamaError
-from .containers import map_file, read_head, view, wrong
+from .checkpoint import Checkpoint, StoredWeight
+from .checks import check_params, check_weights, plain_tensors, positive_int
+from .codecs import Int8Groups
+from .files import format_error, read_head
+from .mapping import map_file, tensor_at, write_tensor
+from .source import Source, copy_tokenizer
+from .table import sizes, split_known, weight_spec
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER = 256  # bytes, versions 1 and 2; version 0 has seven ints and nothing else
 EXPECTED = "a llama2.c file of version 0, 1 or 2"
-
-ATTENTION = tuple(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo"))
-FFN = tuple(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3"))
+NORMS = ("layers.{}.attention_norm.weight", "layers.{}.ffn_norm.weight")
+ATTENTION = tuple(f"layers.{{}}.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo"))
+FFN = tuple(f"layers.{{}}.feed_forward.{name}.weight" for name in ("w1", "w2", "w3"))
+ROPE = "rope"  # version 0's tables of cosines and sines, which every reader skips
 
 
 @dataclass
@@ -35,70 +43,83 @@ class Header:
     shared: bool = True  # the head is the embedding
     group_size: int = 0
 
-    @property
-    def start(self) -> int:
-        """The first byte behind the header."""
-        return HEADER if self.version else 28
+    def params(self) -> dict[str, int]:
+        """Those of ModelArgs' fields that have the same name."""
+        return {name: getattr(self, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")}
 
-    @property
-    def rope(self) -> int:
-        """Numbers in the tables of cosines and sines that version 0 holds."""
-        return 0 if self.version else self.max_seq_len * (self.dim // self.n_heads)
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of one kind of weight (a key of the table), or of the rotary tables together."""
+        if key == ROPE:
+            return (self.max_seq_len * (self.dim // self.n_heads),)
+        numbers = sizes({**self.params(), "multiple_of": 1, "ffn_dim_multiplier": None, "ffn_dim": self.hidden_dim})
+        return tuple(numbers[size] for size in weight_spec(key).shape)
 
-    def shape(self, kind: str) -> tuple[int, ...]:
-        """The shape of one kind of weight, named by the end of its key."""
-        kv = self.dim // self.n_heads * self.n_kv_heads
-        if "norm" in kind:
-            return (self.dim,)
-        if kind.endswith(("wk.weight", "wv.weight")):
-            return (kv, self.dim)
-        if kind.endswith(("w1.weight", "w3.weight")):
-            return (self.hidden_dim, self.dim)
-        if kind.endswith("w2.weight"):
-            return (self.dim, self.hidden_dim)
-        return (self.dim, self.dim) if "attention." in kind else (self.vocab_size, self.dim)
+    def quantized(self, key: str) -> bool:
+        """Whether this kind of weight is stored in int8."""
+        return self.version == 2 and "norm" not in key
 
-    def kinds(self) -> list[str]:
-        """Kinds of weights in the file's order; a leading "*" stands for every layer in turn. "rope" is skipped."""
-        attention, ffn = [f"*{name}" for name in ATTENTION], [f"*{name}" for name in FFN]
+    def weight_keys(self) -> list[str]:
+        """The kinds of weights in the file's order; one with {} stands for every layer in turn."""
         output = [] if self.shared else ["output.weight"]
         if self.version == 0:
-            first = ["tok_embeddings.weight", "*attention_norm.weight", *attention, "*ffn_norm.weight", *ffn]
-            return [*first, "norm.weight", "rope", *output]
-        norms = ["*attention_norm.weight", "*ffn_norm.weight", "norm.weight"]
-        return [*norms, "tok_embeddings.weight", *attention, *ffn, *output]
+            attention_norm, ffn_norm = NORMS
+            layers = [attention_norm, *ATTENTION, ffn_norm, *FFN]
+            return ["tok_embeddings.weight", *layers, "norm.weight", ROPE, *output]
+        return [*NORMS, "norm.weight", "tok_embeddings.weight", *ATTENTION, *FFN, *output]
 
-    def bytes_of(self, kind: str) -> int:
+    def bytes_of(self, key: str) -> int:
         """What one tensor of this kind takes in the file."""
-        if kind == "rope":
-            return 4 * self.rope
-        count = math.prod(self.shape(kind))
-        return count + 4 * (count // self.group_size) if self.version == 2 and "norm" not in kind else 4 * count
+        count = math.prod(self.shape(key))
+        return count + 4 * (count // self.group_size) if self.quantized(key) else 4 * count
 
     def size(self) -> int:
         """The size of the whole file in bytes."""
-        repeat = {True: self.n_layers, False: 1}
-        return self.start + sum(repeat[kind[0] == "*"] * self.bytes_of(kind.lstrip("*")) for kind in self.kinds())
+        start = HEADER if self.version else 28
+        return start + sum(self.bytes_of(key) * (self.n_layers if "{}" in key else 1) for key in self.weight_keys())
 
-    def places(self) -> Iterator[tuple[str, int, str]]:
-        """(Meta's key, first byte, kind) of every tensor."""
-        place = self.start
-        for kind in self.kinds():
-            plain = kind.lstrip("*")
-            for layer in range(self.n_layers) if kind[0] == "*" else (None,):
-                yield plain if layer is None else f"layers.{layer}.{plain}", place, plain
-                place += self.bytes_of(plain)
+    def offsets(self) -> Iterator[tuple[str, int]]:
+        """Meta's key and first byte of every tensor, in the file's order."""
+        offset = HEADER if self.version else 28
+        for key in self.weight_keys():
+            for layer in range(self.n_layers if "{}" in key else 1):
+                yield key.format(layer), offset
+                offset += self.bytes_of(key)
+
+
+# --------------------------------------------------------------------------------------------------- read
+
+
+def read(path: Path) -> Checkpoint:
+    """A file of version 0, 1 or 2. Errors as in `open_checkpoint`."""
+    header = read_header(path)
+    params = check_params(path, header.params()) | {"ffn_dim": header.hidden_dim}
+    storage = map_file(path)
+    weights: dict[str, StoredWeight] = {}
+    for name, start in header.offsets():
+        if name == ROPE:
+            continue
+        shape = header.shape(name)
+        if header.quantized(name):
+            count = math.prod(shape)
+            qvalues = tensor_at(storage, start, shape, torch.int8)
+            scales = tensor_at(storage, start + count, (count // header.group_size,), torch.float32)
+            weights[name] = StoredWeight([Int8Groups(qvalues, scales)])
+        else:
+            weights[name] = StoredWeight([tensor_at(storage, start, shape, torch.float32)])
+    if header.shared:
+        weights["output.weight"] = weights["tok_embeddings.weight"]
+    return check_weights(Checkpoint(path, "llama2c", params, weights, [path], header.max_seq_len), "its header")
 
 
 def read_header(path: Path) -> Header:
     """The header, checked against itself and against the size of the file."""
     head, size = read_head(path, EXPECTED), path.stat().st_size
     if len(head) < 28:
-        raise wrong(path, f"{size} bytes, less than a header", EXPECTED)
+        raise format_error(path, f"{size} bytes, less than a header", EXPECTED)
     magic, version = struct.unpack("<Ii", head[:8])
     if magic == MAGIC:
         if version not in (1, 2) or size < HEADER:
-            raise wrong(path, f"version {version} in {size} bytes", f"{EXPECTED}, of at least {HEADER} bytes")
+            raise format_error(path, f"version {version} in {size} bytes", f"{EXPECTED}, of at least {HEADER} bytes")
         header = Header(*struct.unpack("<7i", head[8:36]))
         header.version, header.shared = version, bool(head[36])
         header.group_size = struct.unpack("<i", head[37:41])[0] if version == 2 else 0
@@ -110,52 +131,61 @@ def read_header(path: Path) -> Header:
 
 
 def _check(path: Path, header: Header, size: int) -> None:
-    numbers = (header.dim, header.hidden_dim, header.n_layers, header.n_heads, header.n_kv_heads, header.vocab_size)
-    if min(*numbers, header.max_seq_len) < 1 or header.dim % header.n_heads or header.n_heads % header.n_kv_heads:
-        raise wrong(path, f"a header that says {header}", f"{EXPECTED} (other magic, or damaged)")
+    numbers = (*header.params().values(), header.hidden_dim, header.max_seq_len)
+    if min(numbers) < 1 or header.dim % header.n_heads or header.n_heads % header.n_kv_heads:
+        raise format_error(path, f"a header that says {header}", f"{EXPECTED} (other magic, or damaged)")
     if header.version == 2:
-        shapes = [header.shape(kind.lstrip("*")) for kind in header.kinds() if "norm" not in kind]
-        if header.group_size < 1 or any(math.prod(shape) % header.group_size for shape in shapes):
-            raise wrong(path, f"group_size {header.group_size}", "one that divides every matrix")
+        counts = [math.prod(header.shape(key)) for key in header.weight_keys() if header.quantized(key)]
+        if header.group_size < 1 or any(count % header.group_size for count in counts):
+            raise format_error(path, f"group_size {header.group_size}", "one that divides every matrix")
     if header.size() != size:
-        raise wrong(path, f"{size} bytes", f"{header.size()} for {header} (truncated, grown, or another format)")
+        raise format_error(path, f"{size} bytes", f"{header.size()} for {header} (truncated, grown, or another format)")
 
 
-def read_tensors(path: Path, header: Header) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Every tensor by Meta's key, mapped: (float32 values, None), or (int8 values, float32 scales)."""
-    storage = map_file(path)
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    for name, start, kind in header.places():
-        if kind == "rope":
-            continue
-        shape = header.shape(kind)
-        if header.version == 2 and "norm" not in kind:
-            count = math.prod(shape)
-            scales = view(storage, start + count, (count // header.group_size,), torch.float32)
-            found[name] = view(storage, start, shape, torch.int8), scales
-        else:
-            found[name] = view(storage, start, shape, torch.float32), None
-    return found
+def read_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpoint:
+    """A training file: `model` (keys perhaps behind `_orig_mod.`) and `model_args`."""
+    args, expected = value["model_args"], "llama2.c's model_args (dim, n_layers, n_heads, vocab_size, ...)"
+    if not isinstance(args, Mapping):
+        raise format_error(path, f"model_args is a {type(args).__name__}", expected)
+    others = ("dropout", "hidden_dim", "max_seq_len")
+    params = check_params(path, {str(name): number for name, number in args.items() if name not in others})
+    params["ffn_dim"] = positive_int(args.get("hidden_dim"))
+    tensors = plain_tensors(path, value["model"], "weights by Meta's keys")
+    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    known, unexpected = split_known(name for name in tensors if name not in ("freqs_cos", "freqs_sin"))
+    weights = {name: StoredWeight([tensors[name]]) for name in known}
+    embedding, output = tensors.get("tok_embeddings.weight"), tensors.get("output.weight")
+    if embedding is not None and output is not None and embedding.data_ptr() == output.data_ptr():
+        weights["output.weight"] = weights["tok_embeddings.weight"]
+    context = positive_int(args.get("max_seq_len"))
+    checkpoint = Checkpoint(path, "llama2c-train", params, weights, [path], context, unexpected, mapped)
+    return check_weights(checkpoint, "model_args")
 
 
-def unpack(values: Tensor, scales: Tensor) -> Tensor:
-    """int8 values times the scale of their group, float32, in the shape of the values."""
-    groups = values.reshape(len(scales), -1).float()
-    return groups.mul_(scales[:, None]).view(values.shape)
+# -------------------------------------------------------------------------------------------------- write
 
 
-def rope_tables(header: Header, theta: float) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that version 0 holds, each (max_seq_len, head_dim / 2); the programs skip them."""
+def write(source: Source, folder: Path) -> None:
+    """model.bin (version 0, float32) and tokenizer.bin."""
+    params, numbers, checkpoint = source.params, sizes(source.params), source.checkpoint
+    if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
+        found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
+        raise LlamaError(f"{checkpoint.path} has {found}; llama2.c's programs compute with 10000.0 and 1e-05 only")
+    ints = (numbers["dim"], numbers["ffn"], int(params["n_layers"]), numbers["heads"], numbers["kv_heads"])
+    header = Header(*ints, numbers["vocab"], source.window)
+    header.shared = checkpoint.tied
+    vocab = header.vocab_size if header.shared else -header.vocab_size  # negative: the head is stored
+    with (folder / "model.bin.partial").open("wb") as file:
+        file.write(struct.pack("<7i", *ints, vocab, source.window))
+        for name, _ in header.offsets():
+            write_tensor(file, _rope_tables(header, params["rope_theta"]) if name == ROPE else source.read(name))
+    copy_tokenizer(checkpoint, folder, to_bin=True)
+    (folder / "model.bin.partial").rename(folder / "model.bin")
+
+
+def _rope_tables(header: Header, theta: float) -> Tensor:
+    """The cosines, then the sines that version 0 holds (2, max_seq_len, head_dim / 2); the programs skip them."""
     head_dim = header.dim // header.n_heads
     freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
     angles = torch.outer(torch.arange(header.max_seq_len).float(), freqs)  # (max_seq_len, head_dim / 2)
-    return angles.cos(), angles.sin()
-
-
-def pack_header(header: Header) -> bytes:
-    """The bytes of a version 0 header; a negative vocabulary size says that the head is stored."""
-    if header.version != 0:
-        raise LlamaError(f"version {header.version} of llama2.c's format is read, not written")
-    vocab = header.vocab_size if header.shared else -header.vocab_size
-    numbers = (header.dim, header.hidden_dim, header.n_layers, header.n_heads, header.n_kv_heads)
-    return struct.pack("<7i", *numbers, vocab, header.max_seq_len)
+    return torch.stack([angles.cos(), angles.sin()])  # (2, max_seq_len, head_dim / 2)

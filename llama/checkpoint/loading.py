@@ -1,12 +1,13 @@
-"""Checkpoints: open one of any known format, and load it into a model on any number of ranks.
+"""Open a checkpoint of any known format, and load it into a model on any number of ranks.
 
-Opening reads headers only (`formats`); a checkpoint's values are mapped (`stored`) and read when a rank takes its part.
+Opening reads headers only; values are mapped, and read when a rank takes its part (`checkpoint.py`).
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,19 +18,17 @@ from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..model import ModelArgs, Transformer
 from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
-from .containers import read_head, read_pth, wrong
-from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
-from .memory import check_memory, memory_estimate
-from .stored import Checkpoint, compare, some
+from . import hf, llama2c, meta
+from .checkpoint import Checkpoint
+from .checks import check_shapes, describe_keys
+from .files import first_few, format_error, read_head
+from .memory import check_memory
+from .pth import read_pth
 
-__all__ = ["Checkpoint", "check_memory", "load", "memory_estimate", "open_checkpoint"]
-
-THREADS = 4  # that copy weights; each holds the pages of one tensor
+KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
+TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
+THREADS = 4  # at most, that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
-
-
-def _tokenizer_beside(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -41,29 +40,25 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.exists():
         raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
     checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-    names = ("tokenizer.model", "tokenizer.bin")
     folder = path if path.is_dir() else path.parent
-    checkpoint.tokenizer_path = _tokenizer_beside(folder, names[::-1] if checkpoint.format == "llama2c" else names)
+    names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
+    checkpoint.tokenizer_path = next((folder / name for name in names if (folder / name).is_file()), None)
     return checkpoint
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     if any(folder.glob("*.pth")):
-        return open_meta(folder)
+        return meta.read(folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")) or (folder / "config.json").exists():
-        return open_hf(folder)
+        return hf.read(folder)
     if (folder / "params.json").exists():
-        return open_meta(folder)
-    rest = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"] or sorted(
-        folder.glob("*.pt")
-    )
-    if len(rest) == 1:
-        return _open_file(rest[0])
-    looked = (
-        "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
-    )
-    found = f"several: {some(path.name for path in rest)}: give one" if rest else "no checkpoint"
-    raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {looked}")
+        return meta.read(folder)
+    files = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"]
+    files = files or sorted(folder.glob("*.pt"))
+    if len(files) == 1:
+        return _open_file(files[0])
+    found = f"several: {first_few(path.name for path in files)}: give one" if files else "no checkpoint"
+    raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {KNOWN}")
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -75,10 +70,10 @@ def _open_file(path: Path) -> Checkpoint:
     if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[2:4] != b"\0\0"):
         value, mapped = read_pth(path)
         if isinstance(value, Mapping) and {"model", "model_args"} <= set(value):
-            return open_training(path, value, mapped)
-        keys = foreign(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-        raise wrong(path, keys, "llama2.c's training file (model, model_args), or the folder of another format")
-    return open_llama2c(path)
+            return llama2c.read_training(path, value, mapped)
+        keys = describe_keys(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        raise format_error(path, keys, "llama2.c's training file (model, model_args), or the folder of another format")
+    return llama2c.read(path)
 
 
 @torch.no_grad()
@@ -95,79 +90,62 @@ def load(
     """Give every parameter of `model` (keys of Meta's, shapes of this rank) its values.
 
     On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
-    With `form` (see quantize.py) the parallel layers get their `packed` form on `device` instead of a weight, one after
+    With `scheme` the parallel layers get a packed weight (`quantization.pack`) on `device` instead of theirs, one after
     another; the rest of the model, made on the CPU, moves there. LlamaError names missing and misshapen weights, before
     anything is changed, and what cannot be packed when it is met; a log line names unexpected ones.
     """
-    if checkpoint.taken:  # another model writes to those pages when it is trained: map them anew
+    if checkpoint.in_use:  # that model writes to those pages when it is trained: map them anew
         checkpoint = open_checkpoint(checkpoint.path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
-    compare(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
+    check_shapes(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
     unexpected = checkpoint.unexpected + [name for name in stored if name not in parameters]
     if unexpected:
-        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(unexpected), some(unexpected))
+        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(unexpected), first_few(unexpected))
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
         for layer_name, layer in linear_layers(model) if scheme else ():
             name = f"{layer_name}.weight"
             weight = parameters.pop(name)
-            layer.packed = _pack_one(name, checkpoint, rank, world, str(scheme), device)
-            layer.register_parameter("weight", None)
+            layer.set_packed(_packed(checkpoint, rank, world, name, str(scheme), device))
             bar.update(weight.numel() * weight.itemsize)
-        checkpoint.taken = True
-        for parameter in _in_threads(lambda item: _load_one(*item, checkpoint, rank, world), parameters.items()):
-            bar.update(parameter.numel() * parameter.itemsize)
+        checkpoint.in_use = True
+        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+            place = partial(_place, checkpoint, rank, world)
+            for weight in pool.map(place, parameters, parameters.values()):
+                bar.update(weight.numel() * weight.itemsize)
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
     for parameter in parameters.values() if device is not None else ():
         parameter.data = parameter.data.to(device)
 
 
-def _pack_one(
-    name: str,
-    checkpoint: Checkpoint,
-    rank: int,
-    world: int,
-    scheme: str,
-    device: torch.device | None,
+def _packed(
+    checkpoint: Checkpoint, rank: int, world: int, name: str, scheme: str, device: torch.device | None
 ) -> PackedWeight:
-    """One weight in its packed form; its pages are given back."""
+    """One weight as its layer will multiply with it, quantized now unless it is stored so; pages are given back."""
     try:
-        if checkpoint.entries[name].scheme:
-            codes, scales = checkpoint.codes(name, rank, world)
-            return pack_codes(codes.to(device=device), scales.to(device=device), scheme)
+        stored = checkpoint.quantized_shard(name, rank, world)
+        if stored is not None:
+            return pack_codes(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
         return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
     finally:
-        checkpoint.forget(name)
+        checkpoint.drop_pages(name)
 
 
-def _in_threads(
-    work: Callable[[tuple[str, nn.Parameter]], nn.Parameter], items: Iterable[tuple[str, nn.Parameter]]
-) -> Iterator[nn.Parameter]:
-    """The results as they come, from as many threads as torch may use here, at most THREADS."""
-    pool = ThreadPoolExecutor(min(THREADS, torch.get_num_threads()))
-    try:
-        for done in as_completed([pool.submit(work, item) for item in items]):
-            yield done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _load_one(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, rank: int, world: int) -> nn.Parameter:
+def _place(checkpoint: Checkpoint, rank: int, world: int, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Map or fill one parameter, and return it; a tied head waits for the embedding."""
     if checkpoint.tied and world == 1 and name == "output.weight":
         return parameter
-    entry, pieces = checkpoint.entries[name], checkpoint.pieces(name, rank, world)
-    if parameter.device.type == "cpu" and parameter.dtype == entry.dtype and entry.stored_as_used:
-        listed = list(pieces)
-        if len(listed) == 1 and listed[0][1].is_contiguous():
-            parameter.data = listed[0][1]
+    same_type = parameter.device.type == "cpu" and parameter.dtype == checkpoint.dtype(name)
+    if same_type and checkpoint.weights[name].codec is None:
+        stored = checkpoint.in_one_part(name, rank, world)
+        if stored is not None and stored.is_contiguous():
+            parameter.data = stored
             return parameter
-        pieces = iter(listed)
-    checkpoint.fill(parameter.data, name, pieces, world)
+    checkpoint.read_into(parameter.data, name, rank, world)
     return parameter
 
 
@@ -196,33 +174,24 @@ def load_model(
     """This rank's part of the checkpoint in a new model."""
     for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise LlamaError(f"{name}={value!r} must be a whole number of at least 1")
+            raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
     sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
     args = ModelArgs(**{**checkpoint.params, **sizes})
     rows = checkpoint.shape("tok_embeddings.weight")[0]
     if rows != vocab_size:
-        raise LlamaError(
-            f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}: "
-            f"give the tokenizer that belongs to this checkpoint"
-        )
+        found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
+        raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
     check_memory(args, device, dtype, world_size(), scheme)
     with defaults(torch.device("cpu") if scheme else device, dtype):  # weights that will be packed are never touched
         model = Transformer(args)
-    load(
-        model,
-        checkpoint,
-        rank=rank(),
-        world=world_size(),
-        progress=rank() == 0,
-        scheme=scheme,
-        device=device if scheme else None,
-    )
+    place = device if scheme else None
+    load(model, checkpoint, rank=rank(), world=world_size(), progress=rank() == 0, scheme=scheme, device=place)
     return model
 
 
 def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
-    """The form of the layers' weights: what is asked for, else what the file holds; None: as they are."""
+    """How the layers' weights are quantized: as asked for, else as the file holds them; None: not at all."""
     if quantize is not None and quantize not in SCHEMES:
         raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(SCHEMES)} or None")
     if quantize is not None and stored is not None and not quantize.startswith(stored):

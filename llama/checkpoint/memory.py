@@ -1,5 +1,6 @@
 """What a model needs in memory, and whether the device has it."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import model
 from ..errors import LlamaError
+from .table import TABLE, sizes
 
 
 class Memory(NamedTuple):
@@ -23,22 +24,17 @@ class Memory(NamedTuple):
         return self.weights + self.kv_cache
 
 
-def ffn_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """The feed-forward's inner width as the model computes it from ModelArgs (facts: sizes)."""
-    return model.ffn_width(4 * dim, multiple_of, multiplier)
-
-
 def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
     """Weights on each rank: the norms whole, everything else in `ranks` parts. `vocab_size` must be known."""
-    dim, kv_heads = params["dim"], params.get("n_kv_heads") or params["n_heads"]
-    kv = dim // params["n_heads"] * kv_heads
-    ffn = ffn_width(dim, params["multiple_of"], params["ffn_dim_multiplier"])
-    layer = 2 * dim * dim + 2 * dim * kv + 3 * dim * ffn
-    norms = (2 * params["n_layers"] + 1) * dim
-    return int((params["n_layers"] * layer + 2 * params["vocab_size"] * dim) // ranks + norms)
+    numbers = sizes(params)
+    count = 0
+    for spec in TABLE:
+        values = math.prod(numbers[size] for size in spec.shape) * (params["n_layers"] if "{}" in spec.key else 1)
+        count += values if spec.axis is None else values // ranks
+    return count
 
 
-BYTES_A_WEIGHT = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}  # scales included; rows are long
+BYTES_PER_WEIGHT = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}  # scales included; rows are long
 
 
 def memory_estimate(
@@ -49,24 +45,23 @@ def memory_estimate(
     dtype: torch.dtype,
     scheme: str | None = None,
 ) -> Memory:
-    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `form` is
-    how the layers' weights are quantized.
+    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `scheme`
+    is how the layers' weights are quantized.
     """
-    kv_heads = params.get("n_kv_heads") or params["n_heads"]
-    row = 2 * max_batch_size * max_seq_len * kv_heads * (params["dim"] // params["n_heads"])
+    kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    saved = int((count - embedding) * (dtype.itemsize - BYTES_A_WEIGHT.get(scheme or "", dtype.itemsize)))
-    return Memory(count * dtype.itemsize - saved, row * dtype.itemsize * params["n_layers"] // ranks)
+    saved = int((count - embedding) * (dtype.itemsize - BYTES_PER_WEIGHT.get(scheme or "", dtype.itemsize)))
+    return Memory(count * dtype.itemsize - saved, kv_values * dtype.itemsize // ranks)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be had on the device; None where nobody says."""
+    """Bytes that are still available on the device; None where the system does not tell."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
     if device.type != "cpu":
         return None
-    found = [_available(), _container_rest()]
+    found = [_available(), _left_in_container()]
     return min((size for size in found if size is not None), default=None)
 
 
@@ -78,7 +73,7 @@ def _available() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _container_rest() -> int | None:
+def _left_in_container() -> int | None:
     """What a container's limit (cgroup 2) leaves; pages of files do not count, they can be given back."""
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
@@ -104,10 +99,10 @@ def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    name = scheme if scheme in BYTES_A_WEIGHT else str(dtype).removeprefix("torch.")
+    name = scheme if scheme in BYTES_PER_WEIGHT else str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
         f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "
-        f"{gigabytes(need.total)} a rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
+        f"{gigabytes(need.total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
         f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16) or quantize='int4', or use more ranks"
     )

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 try:
-    from fairscale.nn.model_parallel import initialize as fs_init  # type: ignore[import-untyped]
+    import fairscale.nn.model_parallel.initialize as fs_init  # type: ignore[import-untyped]
 except ImportError as error:
     raise ImportError(
         f"llama needs the package fairscale, which {sys.executable} cannot import ({error}); "

@@ -71,6 +71,11 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
         self.weight = nn.Parameter(torch.empty(self.output_size_per_partition, in_features))
         self.register_parameter("bias", None)
 
+    def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
+        """Multiply with `packed` from now on; the weight is removed."""
+        self.packed = packed
+        self.register_parameter("weight", None)
+
     def forward(self, input_: Tensor) -> Tensor:
         """The whole input (..., in_features) to the output as described above."""
         if world_size() == 1:  # FairScale's autograd wrappers would cost a fifth of a small model's step
@@ -96,6 +101,11 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
         self.input_size_per_partition = _part(in_features, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, self.input_size_per_partition))
         self.register_parameter("bias", None)
+
+    def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
+        """Multiply with `packed` from now on; the weight is removed."""
+        self.packed = packed
+        self.register_parameter("weight", None)
 
     def forward(self, input_: Tensor) -> Tensor:
         """The input as described above to the whole output (..., out_features), the same on every rank."""

@@ -1,0 +1,224 @@
+"""An opened checkpoint, whatever its format: a stream of named weights, each made from what files hold of it.
+
+One weight at a time goes this way; every step is one function here (or a codec's)::
+
+    parts of the weight in the files   mapped tensors, or codecs of quantized ones; `StoredWeight`
+    slice                              what this rank needs of each part
+    dequantize                         `Codec.dequantize`
+    permute                            wq and wk of Hugging Face's order: `halves_to_pairs`
+    place                              merged, cast and copied where it belongs (`copy`), the file's pages given back
+
+A rank's part is sharded, and files hold it side by side, along an axis of the table::
+
+    file 0   file 1                    wq wk wv w1 w3 output: rows        wo w2 tok_embeddings: columns
+    +-----+ +-----+                       +---------+ rank 0                    +----+----+
+    |     | |     |  side by side         |---------|                           |    |    |
+    +-----+ +-----+                       +---------+ rank 1                    +----+----+
+                                                                                rank 0  rank 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import LlamaError
+from .codecs import Codec
+from .mapping import drop_pages
+from .table import weight_spec
+
+COPY_STEP = 32768  # values; torch splits larger copies over all its threads, which then wait for each other
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """`target.copy_(source)`; on a CPU in steps that one thread does, so that several can be at it side by side.
+
+    On two busy cores torch's own splitting was three times slower: each step waits for a thread that is not running.
+    """
+    row = source[0].numel() if source.ndim else 1
+    if target.device.type != "cpu" or source.numel() <= COPY_STEP:
+        target.copy_(source)
+    elif row > COPY_STEP:
+        for target_row, source_row in zip(target, source, strict=True):
+            copy(target_row, source_row)
+    else:  # one call for all steps: a Python call for each would cost as much as the step
+        torch._foreach_copy_(torch.split(target, COPY_STEP // row), torch.split(source, COPY_STEP // row))
+
+
+def halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows of wq or wk from Hugging Face's order (i, i + k/2) to Meta's (2i, 2i + 1): a view (heads, k/2, 2, dim)."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2)
+
+
+def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `halves_to_pairs`, in the weight's own shape."""
+    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+class Slice(NamedTuple):
+    """`size` rows (or columns) from `start` of one stored part."""
+
+    part: Tensor | Codec
+    axis: int
+    start: int
+    size: int
+
+    def values(self) -> Tensor:
+        """Dequantized where they have to be; a view of the file's pages otherwise."""
+        values = self.part.dequantize() if isinstance(self.part, Codec) else self.part
+        return values.narrow(self.axis, self.start, self.size)
+
+
+def _drop_pages(part: Tensor | Codec) -> None:
+    for tensor in (part.qvalues, part.scales) if isinstance(part, Codec) else (part,):
+        drop_pages(tensor)
+
+
+@dataclass
+class StoredWeight:
+    """What files hold of one weight: parts that lie side by side along `axis`."""
+
+    parts: Sequence[Tensor | Codec]
+    axis: int = 0
+    hf_heads: int = 0  # above 0: rows are in Hugging Face's order, for this many heads
+
+    @property
+    def codec(self) -> Codec | None:
+        """The part where it is a quantized one."""
+        return self.parts[0] if isinstance(self.parts[0], Codec) else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values, all parts together."""
+        shape = list(self.parts[0].shape)
+        if shape:
+            shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the values: float32 where they are dequantized."""
+        return self.parts[0].dtype if isinstance(self.parts[0], Tensor) else torch.float32
+
+    def slices(self, axis: int, start: int, size: int) -> list[Slice]:
+        """What makes up start..start + size along `axis`, in order."""
+        if axis != self.axis:
+            return [Slice(part, axis, start, size) for part in self.parts]
+        found, offset = [], 0
+        for part in self.parts:
+            first, last = max(start - offset, 0), min(start + size - offset, part.shape[axis])
+            if first < last:
+                found.append(Slice(part, axis, first, last - first))
+            offset += part.shape[axis]
+        return found
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint: headers are read and checked, values are mapped and read when touched.
+
+    `params` are ModelArgs fields as stored (`vocab_size` may be -1), `context` the longest window where the format
+    tells. A tensor from `read` may be the file's own pages: do not write to it.
+    """
+
+    path: Path
+    format: str  # "meta", "hf", "llama2c" or "llama2c-train"
+    params: dict[str, Any]
+    weights: dict[str, StoredWeight]
+    files: list[Path]
+    context: int | None = None
+    unexpected: list[str] = field(default_factory=list)
+    mapped: bool = True  # every part is; some old files are read instead
+    tokenizer_path: Path | None = None
+    in_use: bool = False  # a model uses the mapped pages
+
+    @property
+    def shards(self) -> int:
+        """Files of weights."""
+        return len(self.files)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding, stored once."""
+        return self.weights["output.weight"] is self.weights["tok_embeddings.weight"]
+
+    @property
+    def quantized(self) -> str | None:
+        """ "int8" or "int4" where the layers' weights are stored so (`convert --quantize`)."""
+        codec = self.weights["layers.0.attention.wq.weight"].codec
+        return codec.scheme if codec else None
+
+    def names(self) -> list[str]:
+        """Meta's keys, in the order of the model's `state_dict`."""
+        return list(self.weights)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The full shape, all shards and ranks together."""
+        return self.weights[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored type; float32 where quantized values are dequantized."""
+        return self.weights[name].dtype
+
+    def local_shape(self, name: str, world: int) -> tuple[int, ...]:
+        """The shape of each rank's part; LlamaError where it cannot be sharded over `world` ranks."""
+        shape, axis = list(self.shape(name)), weight_spec(name).axis
+        heads = self.weights[name].hf_heads
+        if axis is not None:
+            if shape[axis] % world or heads % world:
+                count = f"{heads} heads" if heads else f"size {shape[axis]} along axis {axis}"
+                found = f"{name}: {count} cannot be sharded over {world} ranks"
+                raise LlamaError(f"{found}: start a number that divides it")
+            shape[axis] //= world
+        return tuple(shape)
+
+    def _slices(self, name: str, rank: int, world: int) -> list[Slice]:
+        axis, shape = weight_spec(name).axis, self.local_shape(name, world)
+        return self.weights[name].slices(axis or 0, 0 if axis is None else rank * shape[axis], shape[axis or 0])
+
+    def in_one_part(self, name: str, rank: int, world: int) -> Tensor | None:
+        """This rank's part where one part of the files holds all of it, in Meta's order; else None."""
+        slices = self._slices(name, rank, world)
+        return slices[0].values() if len(slices) == 1 and not self.weights[name].hf_heads else None
+
+    def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
+        """This rank's part in Meta's order: the mapped pages themselves where they are that part, else a copy."""
+        part = self.in_one_part(name, rank, world)
+        if part is None:
+            part = torch.empty(self.local_shape(name, world), dtype=self.dtype(name), device="cpu")
+            self.read_into(part, name, rank, world)
+        return part
+
+    def read_into(self, target: Tensor, name: str, rank: int = 0, world: int = 1) -> None:
+        """Copy this rank's part into `target`, in Meta's order and the type of `target`; pages are given back."""
+        weight, offset = self.weights[name], 0
+        for one in self._slices(name, rank, world):
+            values = one.values()
+            place = target.narrow(weight.axis, offset, values.shape[weight.axis])
+            offset += values.shape[weight.axis]
+            if weight.hf_heads:
+                values = halves_to_pairs(values, weight.hf_heads // world)
+            copy(place.view(values.shape), values)
+            if self.mapped:
+                _drop_pages(one.part)
+
+    def quantized_shard(self, name: str, rank: int = 0, world: int = 1) -> Codec | None:
+        """This rank's part as kernels take it, where it is stored so. ValueError where a group would be split."""
+        codec, axis = self.weights[name].codec, weight_spec(name).axis
+        return codec.shard(axis, rank, world) if codec and codec.scheme and axis is not None else None
+
+    def drop_pages(self, name: str) -> None:
+        """Give back the memory of a weight's pages, once what was read from them has been used."""
+        for part in self.weights[name].parts if self.mapped else ():
+            _drop_pages(part)
+
+    def check_world(self, label: str, world: int) -> None:
+        """LlamaError where the weights cannot be sharded over `world` ranks or files; `label` names the number."""
+        heads, kv_heads = self.params["n_heads"], self.params["n_kv_heads"] or self.params["n_heads"]
+        if heads % world or kv_heads % world:
+            raise LlamaError(f"{label}={world} must divide n_heads={heads} and n_kv_heads={kv_heads}")
+        for name in self.names():
+            self.local_shape(name, world)

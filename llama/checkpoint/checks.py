@@ -1,0 +1,120 @@
+"""What every reader checks: settings that a model can have, plain tensors, and every weight in its shape."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LlamaError
+from ..model import ModelArgs
+from .checkpoint import Checkpoint
+from .files import first_few, format_error
+from .table import IGNORABLE, all_names, sizes, weight_spec
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of")
+PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta")  # keys of params.json
+FOREIGN = (
+    (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
+    (r".*\.(qweight|qzeros|g_idx|absmax|quant_map|SCB)$", "quantized weights (GPTQ, AWQ or bitsandbytes)"),
+    (r".*_flat_param|.*_fsdp_wrapped_module", "FSDP's own layout: gather the full state dict first"),
+    (r"model\.layers\.\d+\.self_attn\.", "Hugging Face's names: it belongs into a folder with config.json"),
+    (r"(transformer\.)?h\.\d+\.(attn\.c_attn|ln_1)", "GPT-2"),
+    (r"transformer\.h\.\d+\.", "LitGPT's names"),
+    (r"gpt_neox\.", "GPT-NeoX"),
+    (r"(module|model|_orig_mod)\.(tok_embeddings|layers|output|norm)\.", "Meta's names behind a prefix (of a trainer)"),
+    (r"layers\.\d+\.attention\.", "Meta's names"),
+)
+
+
+def describe_keys(names: Iterable[object]) -> str:
+    """What a set of keys looks like, in words."""
+    listed = [str(name) for name in names]
+    for pattern, what in FOREIGN:
+        found = next((name for name in listed if re.match(pattern, name)), None)
+        if found is not None:
+            return f"keys such as {found!r:.100}, which is {what}"
+    return f"the keys {first_few((repr(name)[:60] for name in listed), 4) or '(none)'}"
+
+
+def plain_tensors(path: Path, value: Any, expected: str) -> dict[str, Tensor]:
+    """`value` as a dict of plain tensors by name; LlamaError for anything else."""
+    if not isinstance(value, Mapping):
+        raise format_error(path, f"a {type(value).__name__}", expected)
+    if not value or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items()):
+        raise format_error(path, describe_keys(value), expected)
+    for name, tensor in value.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise format_error(path, f"{name} is a {tensor.layout} tensor on {tensor.device}", "plain tensors")
+    return {name: tensor.detach() for name, tensor in value.items()}
+
+
+def positive_int(value: Any) -> int | None:
+    """`value` where it is an integer above 0, such as a context length; else None."""
+    return value if type(value) is int and value > 0 else None
+
+
+def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` with ModelArgs' defaults, or LlamaError naming the key that is unknown or whose value is impossible."""
+    unknown = sorted(set(params) - set(PARAMS))
+    if unknown:
+        raise format_error(path, f"unknown key {unknown[0]!r}", f"only {', '.join(PARAMS)}")
+    given = {name: value for name, value in params.items() if value is not None}
+    for name, value in given.items():
+        kinds = (int,) if name in INTEGERS else (int, float)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not -1 <= value < 1 << 40:
+            kind = "an integer" if name in INTEGERS else "a number"
+            raise format_error(path, f"{name}={value!r:.60}", f"{kind} of a possible size")
+        if value <= 0 and not (name == "vocab_size" and value == -1):
+            raise format_error(path, f"{name}={value!r}", "a number above 0")
+    full = {name: getattr(ModelArgs, name) for name in (*PARAMS, "ffn_dim")} | given
+    heads, kv_heads = full["n_heads"], full["n_kv_heads"] or full["n_heads"]
+    if full["dim"] % heads or (full["dim"] // heads) % 2 or heads % kv_heads:
+        found = f"dim={full['dim']}, n_heads={heads}, n_kv_heads={kv_heads}"
+        raise format_error(path, found, "dim = n_heads x an even number, and n_heads a multiple of n_kv_heads")
+    return full
+
+
+def check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """LlamaError naming the first few weights that are wanted and missing, or stored in another shape."""
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        raise LlamaError(f"{path}: {len(missing)} weights are missing: {first_few(missing)}")
+    bad = [name for name, shape in wanted.items() if tuple(stored[name]) != tuple(shape)]
+    if bad:
+        shapes = (f"{name} is {tuple(stored[name])}, must be {tuple(wanted[name])}" for name in bad)
+        raise LlamaError(f"{path}: {len(bad)} weights have the wrong shape: {first_few(shapes, 3)}")
+
+
+def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
+    """The checkpoint with its weights in order; `source` is where its sizes come from.
+
+    A missing or misshapen weight is an error; one that the model does not have is noted as unexpected.
+    """
+    path, layers, found = checkpoint.path, checkpoint.params["n_layers"], checkpoint.weights
+    held = 1 + max((int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)), default=-1)
+    if held < 1 and "tok_embeddings.weight" not in found:
+        raise format_error(path, describe_keys(found or checkpoint.unexpected), "the weights of a Llama model")
+    if held < layers:
+        found_layers = f"{path}: the files hold {held} layers, but {source} says n_layers={layers}"
+        raise LlamaError(f"{found_layers}: weights are missing, fetch the files again")
+    numbers = sizes(checkpoint.params)
+    embedding = found["tok_embeddings.weight"].shape if "tok_embeddings.weight" in found else ()
+    if len(embedding) == 2 and (numbers["vocab"] < 1 or checkpoint.format == "meta"):
+        numbers["vocab"] = embedding[0]  # params.json's is overruled by the tokenizer's, which comes later
+    wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}
+    for name in wanted:
+        if name in found and found[name].dtype not in FLOATS:
+            kinds = "float32, bfloat16 or float16, or scales beside it as convert --quantize writes them"
+            raise format_error(path, f"{name} is {found[name].dtype}", kinds)
+    try:
+        check_shapes(path, {name: weight.shape for name, weight in found.items()}, wanted)
+    except LlamaError as error:
+        known = f"sizes from {source}; {checkpoint.shards} file(s) of weights"
+        raise LlamaError(f"{error} ({known}): fetch the files again") from None
+    checkpoint.weights = {name: found[name] for name in wanted}
+    checkpoint.unexpected += [name for name in found if name not in wanted and not IGNORABLE.fullmatch(name)]
+    return checkpoint

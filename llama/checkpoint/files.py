@@ -1,0 +1,53 @@
+"""What every reader and writer of files needs: the one form of complaints, first bytes, JSON."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..errors import LlamaError
+
+
+def format_error(path: Path, found: str, expected: str) -> LlamaError:
+    """An error about a file: where, what was found, what should be there."""
+    return LlamaError(f"{path}: {found}; expected {expected}")
+
+
+def first_few(names: Iterable[str], limit: int = 5) -> str:
+    """The first `limit` names and the number of the others, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+
+
+def read_head(path: Path, expected: str) -> bytes:
+    """The first 64 bytes of a file; LlamaError where it is what a failed download leaves."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path.absolute()}: no such file; expected {expected}")
+    if not path.is_file():
+        raise format_error(path, "not a file", expected)
+    with path.open("rb") as file:
+        head = file.read(64)
+    if not head:
+        raise format_error(path, "the file is empty (0 bytes)", expected)
+    if head.startswith(b"version https://git-lfs"):
+        raise format_error(path, "a Git LFS pointer, not the file it stands for (run `git lfs pull`)", expected)
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise format_error(path, "a web page (HTML), as a failed or refused download leaves it", expected)
+    return head
+
+
+def read_json(path: Path, expected: str) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    read_head(path, expected)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise format_error(path, f"no valid JSON ({error})", expected) from error
+    if not isinstance(value, dict):
+        raise format_error(path, f"a JSON {type(value).__name__}", f"{expected}, a JSON object")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Indented by two, with a newline at the end."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

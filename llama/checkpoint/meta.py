@@ -1,0 +1,156 @@
+"""Meta's format, read and written: params.json, and consolidated.NN.pth for each rank that the model is sharded over.
+
+`convert --quantize` writes one file in which X.weight holds a layer's quantized values and X.scales their scales.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LlamaError
+from ..model import ffn_width
+from .checkpoint import Checkpoint, StoredWeight
+from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int
+from .codecs import META_CODECS, Codec
+from .files import first_few, format_error, read_json, write_json
+from .pth import read_pth
+from .source import Source, copy_tokenizer
+from .table import IGNORABLE, split_known, weight_spec
+
+# --------------------------------------------------------------------------------------------------- read
+
+
+def read(folder: Path) -> Checkpoint:
+    """A folder of Meta's. Errors as in `open_checkpoint`."""
+    params_path = folder / "params.json"
+    settings = read_json(params_path, "the model's settings as Meta writes them")
+    files = shard_files(folder)
+    if not files:
+        raise FileNotFoundError(f"{folder.absolute()}: params.json, but no consolidated.NN.pth (or other .pth)")
+    context = positive_int(settings.pop("max_seq_len", None))
+    settings.pop("max_batch_size", None)
+    params = check_params(params_path, settings)
+    expected = "weights by Meta's keys (layers.0.attention.wq.weight, ...)"
+    contents = [read_pth(file) for file in files]
+    shards = [plain_tensors(file, value, expected) for file, (value, _) in zip(files, contents, strict=True)]
+    for file, shard in zip(files, shards, strict=True):
+        absent = [name for name in shards[0] if name not in shard and not IGNORABLE.fullmatch(name)]
+        if absent:
+            raise LlamaError(f"{file}: {len(absent)} weights of {files[0].name} are missing: {first_few(absent)}")
+    quantized = _quantized_weights(folder, shards)
+    known, unexpected = split_known(dict.fromkeys(name for shard in shards for name in shard))
+    weights = {name: StoredWeight([codec]) for name, codec in quantized.items()}
+    for name in known:
+        if name not in weights:
+            parts = [shard[name] for shard in shards if name in shard]
+            weights[name] = _sharded_weight(folder, name, parts, params["dim"])
+    mapped = all(mapped for _, mapped in contents)
+    return check_weights(Checkpoint(folder, "meta", params, weights, files, context, unexpected, mapped), "params.json")
+
+
+def _last_number(path: Path) -> tuple[int, str]:
+    return int((re.findall(r"\d{1,9}", path.stem) or ["-1"])[-1]), path.name
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards in order: consolidated.NN.pth, or, where a fine-tune has renamed them, every .pth."""
+    named = [path for path in folder.glob("consolidated.*.pth") if re.fullmatch(r"consolidated\.\d{1,4}", path.stem)]
+    if not named:
+        return sorted(folder.glob("*.pth"), key=_last_number)
+    numbers = {_last_number(path)[0] for path in named}
+    absent = sorted(set(range(max(numbers) + 1)) - numbers)
+    if absent:
+        names = first_few(f"consolidated.{number:02d}.pth" for number in absent)
+        raise FileNotFoundError(f"{folder.absolute()}: of {max(numbers) + 1} shards, {names} is missing")
+    if len(numbers) < len(named):
+        raise format_error(folder, f"{len(named)} shards with {len(numbers)} numbers", "one consolidated.NN.pth each")
+    return sorted(named, key=_last_number)
+
+
+def _sharded_weight(path: Path, name: str, parts: list[Tensor], dim: int) -> StoredWeight:
+    """One weight from its parts in all shards; how they lie side by side is told by their shapes."""
+    axis = weight_spec(name).axis
+    if axis is None or len(parts) == 1:
+        return StoredWeight(parts[:1])
+    if name == "tok_embeddings.weight" and all(part.shape[1:] == (dim,) for part in parts):
+        axis = 0  # Llama 3 shards the embedding by rows
+    if any(part.ndim != 2 for part in parts) or len({(part.dtype, part.shape[1 - axis]) for part in parts}) > 1:
+        shapes = first_few(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+        raise format_error(path, f"{name} has parts {shapes}", "matrices of one type that fit side by side")
+    return StoredWeight(parts, axis)
+
+
+def _quantized_weights(folder: Path, shards: list[dict[str, Tensor]]) -> dict[str, Codec]:
+    """Take X.scales out of the one shard that may hold them, and return each with its X.weight, by the weight's key."""
+    found: dict[str, Codec] = {}
+    for scales_name in [name for name in shards[0] if name.endswith(".scales")]:
+        if len(shards) > 1:
+            raise format_error(folder, f"quantized weights in {len(shards)} files", "one file")
+        name = scales_name.removesuffix("scales") + "weight"
+        scales, qvalues = shards[0].pop(scales_name), shards[0].get(name)
+        codec = next((codec for codec in META_CODECS if qvalues is not None and codec.fits(qvalues, scales)), None)
+        if qvalues is None or codec is None or not split_known([name])[0]:
+            what = "nothing" if qvalues is None else f"{qvalues.dtype} {tuple(qvalues.shape)}"
+            mismatch = f"{name}: scales {scales.dtype} {tuple(scales.shape)} beside {what}"
+            raise format_error(folder, mismatch, "int8 or int4 as convert --quantize writes")
+        found[name] = codec(qvalues, scales)
+    if len({type(codec) for codec in found.values()}) > 1:
+        raise format_error(folder, "weights in int8 and weights in int4", "one scheme")
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- write
+
+
+def write(source: Source, folder: Path) -> None:
+    """The shards, one after another (the memory of one file is needed), the tokenizer and, last, params.json."""
+    checkpoint = source.checkpoint
+    for shard in range(source.shards):
+        tensors: dict[str, Tensor] = {}
+        for name in checkpoint.names():
+            weight = _compact(source.read(name, shard, source.shards))
+            tensors |= _quantized(source, name, weight) if source.quantize else {name: weight}
+        torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
+    copy_tokenizer(checkpoint, folder)
+    params = checkpoint.params
+    settings = {name: params[name] for name in PARAMS}
+    if params["ffn_dim"] is not None:
+        settings |= width_settings(params["dim"], params["ffn_dim"])
+    if settings["rope_theta"] == 10000.0:
+        del settings["rope_theta"]  # the published package does not know this key
+    write_json(folder / "params.json", {name: value for name, value in settings.items() if value is not None})
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor with a storage that holds nothing else: torch.save writes whole storages."""
+    if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize:
+        return tensor
+    return tensor.clone()
+
+
+def _quantized(source: Source, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """X.weight and X.scales; the embedding and the norms as they are."""
+    if weight.ndim < 2 or name == "tok_embeddings.weight":
+        return {name: weight}
+    codec = next(codec for codec in META_CODECS if codec.scheme == source.quantize)
+    try:
+        qvalues, scales = codec.quantize(weight)
+    except ValueError as error:
+        raise LlamaError(f"{source.checkpoint.path}: {name}: {error}") from None
+    source.checkpoint.drop_pages(name)
+    return {name: qvalues, name.removesuffix("weight") + "scales": scales}
+
+
+def width_settings(dim: int, width: int) -> dict[str, Any]:
+    """How params.json, which has no key for the FFN's width, says it: by two settings of the published rule."""
+    for multiplier in (None, 1.3, 1.5, 1.0):  # those of published models, where they give this width
+        for multiple_of in (256, 1024, 4096):
+            if ffn_width(4 * dim, multiple_of, multiplier) == width:
+                return {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
+    # The rule rounds up to a multiple of the width itself: anything from 1 to the width gives just that. Where two
+    # thirds of 4 dim are more, a multiplier brings them there (a product that is cut to width - 1 is rounded up, too).
+    unrounded = ffn_width(4 * dim, 1, None)
+    return {"multiple_of": width, "ffn_dim_multiplier": None if unrounded <= width else width / unrounded}
