@@ -18,7 +18,7 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,10 +130,14 @@ class Checkpoint:
     weights: dict[str, StoredWeight]
     files: list[Path]
     context: int | None = None
-    unexpected: list[str] = field(default_factory=list)
     mapped: bool = True  # every part is; some old files are read instead
     tokenizer_path: Path | None = None
     in_use: bool = False  # a model uses the mapped pages
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are that belong to it."""
+        return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def shards(self) -> int:

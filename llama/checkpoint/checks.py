@@ -1,12 +1,12 @@
 """What every reader checks: settings that a model can have, plain tensors, and every weight in its shape."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import LlamaError
 from ..model import ModelArgs
@@ -19,9 +19,23 @@ INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_
 PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta")  # keys of params.json
 FOREIGN = (
     (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
-    (r".*\.(qweight|qzeros|g_idx|absmax|quant_map|SCB)$", "quantized weights (GPTQ, AWQ or bitsandbytes)"),
+    (
+        r".*\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_scale|biases)$",
+        "quantized weights (GPTQ, AWQ, MLX, ...)",
+    ),
     (r".*_flat_param|.*_fsdp_wrapped_module", "FSDP's own layout: gather the full state dict first"),
-    (r"model\.layers\.\d+\.self_attn\.", "Hugging Face's names: it belongs into a folder with config.json"),
+    (r".*\.bias$", "a bias: this library runs models without biases"),
+    (
+        r"model\.(layers\.\d+\.self_attn|embed_tokens)\.",
+        "Hugging Face's names: it belongs into a folder with config.json",
+    ),
+    (
+        r"(layers\.\d+\.self_attn|embed_tokens)\.",
+        "Hugging Face's names without `model.` (of a LlamaModel without its head)",
+    ),
+    (r"\w+\.(.*\.)?(layers\.\d+\.self_attn|embed_tokens)\.", "Hugging Face's names behind a prefix (of a wrapper)"),
+    (r"layers\.\d+\.(attn\.\w+_proj|sa_norm|mlp_norm)\.", "torchtune's names: let it save Meta's or Hugging Face's"),
+    (r"(token_embd|blk\.\d+\.attn_\w+)\.", "GGUF's names (llama.cpp)"),
     (r"(transformer\.)?h\.\d+\.(attn\.c_attn|ln_1)", "GPT-2"),
     (r"transformer\.h\.\d+\.", "LitGPT's names"),
     (r"gpt_neox\.", "GPT-NeoX"),
@@ -44,12 +58,45 @@ def plain_tensors(path: Path, value: Any, expected: str) -> dict[str, Tensor]:
     """`value` as a dict of plain tensors by name; LlamaError for anything else."""
     if not isinstance(value, Mapping):
         raise format_error(path, f"a {type(value).__name__}", expected)
-    if not value or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items()):
+    tensors = {name: tensor for name, tensor in value.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+    if not tensors:
         raise format_error(path, describe_keys(value), expected)
-    for name, tensor in value.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise format_error(path, f"{name} is a {tensor.layout} tensor on {tensor.device}", "plain tensors")
-    return {name: tensor.detach() for name, tensor in value.items()}
+    for name, other in value.items():
+        if name not in tensors:
+            raise format_error(path, f"{name!r:.80} is a {type(other).__name__} among the tensors", expected)
+    for name, tensor in tensors.items():
+        exotic = _exotic(tensor)
+        if exotic is not None:
+            raise format_error(path, f"{name} is {exotic}", "plain tensors, dense and in memory")
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _exotic(tensor: Tensor) -> str | None:
+    """What a tensor is that has no plain values in memory; nothing of a subclass (DTensor, ...) is touched."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return f"a {type(tensor).__name__}"
+    if tensor.device.type != "cpu":
+        return (
+            f"a tensor on {tensor.device}, which holds no values" if tensor.is_meta else f"a tensor on {tensor.device}"
+        )
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return "a quantized tensor of torch's" if tensor.is_quantized else "a conjugate or negative view"
+    end = 1 + tensor.storage_offset()
+    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if tensor.numel() and end * tensor.itemsize > held:
+        return f"a view of {end * tensor.itemsize} bytes of a storage that has {held}"
+    return None
+
+
+def same_storage(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two weights are one: `torch.save` keeps what a tied head and its embedding share."""
+    if one is None or other is None:
+        return False
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (one, other)]
+    return places[0] == places[1]
 
 
 def positive_int(value: Any) -> int | None:
@@ -79,7 +126,7 @@ def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """LlamaError naming the first few weights that are wanted and missing, or stored in another shape."""
+    """LlamaError naming the first few weights that are wanted and missing, stored in another shape, or surplus."""
     missing = [name for name in wanted if name not in stored]
     if missing:
         raise LlamaError(f"{path}: {len(missing)} weights are missing: {first_few(missing)}")
@@ -87,20 +134,31 @@ def check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Mapp
     if bad:
         shapes = (f"{name} is {tuple(stored[name])}, must be {tuple(wanted[name])}" for name in bad)
         raise LlamaError(f"{path}: {len(bad)} weights have the wrong shape: {first_few(shapes, 3)}")
+    surplus = [name for name in stored if name not in wanted]
+    if surplus:
+        raise LlamaError(f"{path}: {len(surplus)} weights are not the model's: {first_few(surplus)}")
 
 
-def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
+def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = ()) -> Checkpoint:
     """The checkpoint with its weights in order; `source` is where its sizes come from.
 
-    A missing or misshapen weight is an error; one that the model does not have is noted as unexpected.
+    A missing, misshapen or surplus weight is an error; so are names that are `unknown` and not ignorable.
     """
     path, layers, found = checkpoint.path, checkpoint.params["n_layers"], checkpoint.weights
+    unknown = [name for name in unknown if not IGNORABLE.fullmatch(name)]
     held = 1 + max((int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)), default=-1)
     if held < 1 and "tok_embeddings.weight" not in found:
-        raise format_error(path, describe_keys(found or checkpoint.unexpected), "the weights of a Llama model")
+        raise format_error(path, describe_keys(found or unknown), "the weights of a Llama model")
+    if unknown:
+        found_keys = f"{len(unknown)} weights that a Llama model does not have: {describe_keys(unknown)}"
+        raise format_error(path, found_keys, "nothing that would change the tokens and is not computed here")
     if held < layers:
         found_layers = f"{path}: the files hold {held} layers, but {source} says n_layers={layers}"
         raise LlamaError(f"{found_layers}: weights are missing, fetch the files again")
+    if held > layers:
+        raise LlamaError(
+            f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: correct one of them"
+        )
     numbers = sizes(checkpoint.params)
     embedding = found["tok_embeddings.weight"].shape if "tok_embeddings.weight" in found else ()
     if len(embedding) == 2 and (numbers["vocab"] < 1 or checkpoint.format == "meta"):
@@ -116,5 +174,4 @@ def check_weights(checkpoint: Checkpoint, source: str) -> Checkpoint:
         known = f"sizes from {source}; {checkpoint.shards} file(s) of weights"
         raise LlamaError(f"{error} ({known}): fetch the files again") from None
     checkpoint.weights = {name: found[name] for name in wanted}
-    checkpoint.unexpected += [name for name in found if name not in wanted and not IGNORABLE.fullmatch(name)]
     return checkpoint

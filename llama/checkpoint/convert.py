@@ -1,5 +1,7 @@
 """Writing a checkpoint: what can be asked for, and a new folder that appears when it is whole."""
 
+import filecmp
+import logging
 import re
 import shutil
 import tempfile
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from ..errors import LlamaError
@@ -17,10 +20,12 @@ from .files import first_few
 from .memory import gigabytes
 from .source import DTYPES, Source
 
+logger = logging.getLogger("llama")
+
 # What --force may remove: the files of checkpoints, and nothing that a folder given by mistake would hold.
 REPLACEABLE = re.compile(
     r"consolidated\.\d+\.pth|params\.json|checklist\.chk|tokenizer.*|.*config\.json|special_tokens_map\.json"
-    r"|(model|pytorch_model).*\.(safetensors|bin|json)|chat_template\.jinja"
+    r"|(model|pytorch_model).*\.(safetensors|bin|json)|.*\.jinja|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
 )
 WRITERS: dict[str, Callable[[Source, Path], None]] = {"meta": meta.write, "hf": hf.write, "llama2c": llama2c.write}
 
@@ -35,6 +40,8 @@ def write_checkpoint(source: Source, target: Path, to: str, force: bool = False)
         source.dtype_name = "float32"  # the only type of that format
     _check_target(source.checkpoint, target, force)
     source.checkpoint.check_world("shards", source.shards)
+    _tie_equal(source.checkpoint)
+    _say_what_becomes_of_the_window(source, to)
     with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as source.bar:
         source.bar.total = source.size(source.checkpoint.names())
         _check_space(target, source.bar.total)
@@ -61,6 +68,31 @@ def _check_settings(source: Source, to: str) -> None:
         raise LlamaError(f"quantize={quantize!r}, but {source.checkpoint.path} holds {stored}: quantize the original")
 
 
+def _tie_equal(checkpoint: Checkpoint) -> None:
+    """Tie a head of Meta's that is the embedding value for value: shards, cut otherwise, cannot say so."""
+    names = ("output.weight", "tok_embeddings.weight")
+    head, embedding = (checkpoint.weights[name] for name in names)
+    if checkpoint.format != "meta" or checkpoint.tied or head.codec or head.dtype != embedding.dtype:
+        return
+    rows = [checkpoint.weights[name].slices(0, 0, 1)[0].values()[0] for name in names]
+    shared = min(map(len, rows))  # of the first row, which tells most others apart
+    if torch.equal(rows[0][:shared], rows[1][:shared]) and torch.equal(*map(checkpoint.read, names)):
+        checkpoint.weights["output.weight"] = embedding
+
+
+def _say_what_becomes_of_the_window(source: Source, to: str) -> None:
+    path, window = source.checkpoint.path, source.window
+    if to != "meta" and not source.context and not source.checkpoint.context:
+        logger.warning(
+            "%s does not say its longest window: %d tokens are written; --context sets another", path, window
+        )
+    if to == "meta" and window != source.family_window:
+        found = (
+            "params.json has no place for the longest window: build with max_seq_len=%d, convert back with --context %d"
+        )
+        logger.warning(found, window, window)
+
+
 def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
     new, old = target.resolve(), checkpoint.path.resolve()
     if new == old or new in old.parents or old in new.parents:
@@ -72,9 +104,15 @@ def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
     files = [path.name for path in target.iterdir()]
     if files and not force:
         raise LlamaError(f"{target} exists and holds {first_few(files)}: give another path, or force=True (--force)")
-    foreign = [name for name in files if not REPLACEABLE.fullmatch(name) or not (target / name).is_file()]
+    copied = [name for name in files if _same_file(target / name, checkpoint.folder / name)]
+    ours = [name for name in files if name in copied or REPLACEABLE.fullmatch(name)]
+    foreign = [name for name in files if name not in ours or not (target / name).is_file()]
     if foreign:
         raise LlamaError(f"{target} holds {first_few(foreign)}, which is no part of a checkpoint: it is not replaced")
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and filecmp.cmp(one, other, shallow=False)
 
 
 def _check_space(target: Path, size: int) -> None:

@@ -1,54 +1,86 @@
 """Hugging Face's format, read and written: config.json, *.safetensors (or pytorch_model*.bin), tokenizer files."""
 
+import logging
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, StoredWeight, pairs_to_halves
 from .checks import check_params, check_weights, plain_tensors, positive_int
+from .codecs import Codec
+from .companions import copy_companions, copy_tokenizer, read_vocabulary, special_ids
 from .files import first_few, format_error, read_json, write_json
 from .pth import read_pth
 from .safetensors import read_safetensors, write_safetensors
-from .source import Source, copy_tokenizer, logger, read_vocabulary
+from .source import Source
 from .table import IGNORABLE, hf_name, meta_name, rotary_heads, sizes
 
+logger = logging.getLogger("llama")
+_NUMBERED = re.compile(r"-(\d{1,9})-of-(\d{1,9})$")
 FILE_SIZE = 5_000_000_000  # bytes of weights; above this the folder gets several files and an index
-KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def read(folder: Path) -> Checkpoint:
-    """A Hugging Face folder of a plain Llama model. Errors as in `open_checkpoint`."""
+def read(folder: Path, file: Path | None = None) -> Checkpoint:
+    """A Hugging Face folder of a plain Llama model, or the weights of one named `file` in it (or of its numbered set).
+
+    Errors as in `open_checkpoint`.
+    """
     config_path = folder / "config.json"
     config = read_json(config_path, "a Hugging Face configuration")
-    params, files = _hf_params(config_path, config), _hf_files(folder)
-    expected = "weights by Hugging Face's names (model.layers.0.self_attn.q_proj.weight, ...)"
-    tensors: dict[str, Tensor] = {}
-    all_mapped = True
-    for file in files:
-        value, mapped = read_safetensors(file) if file.suffix == ".safetensors" else read_pth(file)
-        all_mapped &= mapped
-        tensors |= plain_tensors(file, value, expected)
-    biases = [name for name in tensors if name.endswith(".bias")]
-    if biases:
-        found = f"{len(biases)} biases ({first_few(biases, 2)})"
-        raise format_error(folder, found, "a model without biases (attention_bias, mlp_bias)")
+    params, files = _hf_params(config_path, config), _named_files(file) if file else _hf_files(folder)
+    tensors, mapped = _hf_tensors(files)
     names = {name: meta_name(name) for name in tensors}
     weights = {
         ours: StoredWeight([tensors[theirs]], hf_heads=rotary_heads(ours, params))
         for theirs, ours in names.items()
         if ours is not None
     }
-    if config.get("tie_word_embeddings") is True and "tok_embeddings.weight" in weights:
-        weights["output.weight"] = weights["tok_embeddings.weight"]
-    unexpected = [name for name, ours in names.items() if ours is None and not IGNORABLE.fullmatch(name)]
+    _tie(config_path, config, weights)
     context = positive_int(config.get("max_position_embeddings"))
-    checkpoint = Checkpoint(folder, "hf", params, weights, files, context, unexpected, all_mapped)
-    return check_weights(checkpoint, "config.json")
+    checkpoint = Checkpoint(file or folder, "hf", params, weights, files, context, mapped)
+    return check_weights(checkpoint, "config.json", [name for name, ours in names.items() if ours is None])
+
+
+def _hf_tensors(files: list[Path]) -> tuple[dict[str, Tensor], bool]:
+    """Every tensor of the files, and whether all are mapped. LlamaError where two files hold the same weight."""
+    expected = "weights by Hugging Face's names (model.layers.0.self_attn.q_proj.weight, ...)"
+    tensors: dict[str, Tensor] = {}
+    holder: dict[str, Path] = {}
+    all_mapped = True
+    for file in files:
+        value, mapped = read_safetensors(file) if file.suffix == ".safetensors" else read_pth(file)
+        found = plain_tensors(file, value, expected)
+        twice = next((name for name in found if name in holder and not IGNORABLE.fullmatch(name)), None)
+        if twice is not None:
+            raise format_error(file, f"{twice}, which {holder[twice].name} holds too", "every weight in one file")
+        holder |= dict.fromkeys(found, file)
+        tensors |= found
+        all_mapped &= mapped
+    return tensors, all_mapped
+
+
+def _tie(path: Path, config: dict[str, Any], weights: dict[str, StoredWeight]) -> None:
+    """Give a tied head its embedding, whichever of the two is stored; one of its own is used all the same."""
+    tied = config.get("tie_word_embeddings")
+    if tied not in (True, False, None):
+        raise format_error(path, f"tie_word_embeddings is {tied!r:.60}", "true or false")
+    head, embedding = (weights.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    stored = embedding or head
+    if tied and stored and (head is None or embedding is None or _same_values(head.parts[0], embedding.parts[0])):
+        weights["output.weight"] = weights["tok_embeddings.weight"] = stored
+
+
+def _same_values(one: Tensor | Codec, other: Tensor | Codec) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    if one.ndim != 2 or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one[:1], other[:1]) and torch.equal(one, other)  # the first row tells most others apart
 
 
 # Fields of config.json that change the arithmetic, with the only values this library computes.
@@ -60,6 +92,7 @@ _HF_ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "sliding_window": (None,),
     "quantization_config": (None,),
+    "quantization": (None,),  # MLX's
 }
 _HF_FIELDS = {
     "hidden_size": "dim",
@@ -73,10 +106,7 @@ _HF_FIELDS = {
 
 def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """ModelArgs fields from a config.json; LlamaError names the field that this library cannot follow."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = config.get(name) or {}
-        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise format_error(path, f"{name} is {rope!r:.80}", "no scaling of the rotary angles, or type 'default'")
+    theta = _rope_theta(path, config)
     for name, allowed in _HF_ONLY.items():
         value = config.get(name, allowed[0])
         if value not in allowed:
@@ -90,13 +120,36 @@ def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             raise format_error(path, f"{name} is {config.get(name)!r:.60}", "an integer above 0")
     params = {ours: config[theirs] for theirs, ours in _HF_FIELDS.items() if theirs in config}
     params.setdefault("norm_eps", 1e-6)  # transformers' default
-    rope = config.get("rope_parameters") or {}  # of newer files
-    params["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    params["rope_theta"] = theta
     full = check_params(path, params) | {"ffn_dim": config["intermediate_size"]}
     if config.get("head_dim") not in (None, full["dim"] // full["n_heads"]):
         found = f"head_dim is {config['head_dim']!r:.40}"
         raise format_error(path, found, f"hidden_size / num_attention_heads = {full['dim'] // full['n_heads']}")
     return full
+
+
+# What rope_parameters and rope_scaling may say besides rope_theta: nothing that scales the angles.
+_PLAIN_ROPE = {"rope_type": "default", "type": "default", "factor": 1, "partial_rotary_factor": 1}
+
+
+def _rope_theta(path: Path, config: dict[str, Any]) -> Any:
+    """rope_theta, at the top (older files) or in rope_parameters or rope_scaling (newer ones); 10000.0 if nowhere."""
+    stated = {"rope_theta": config.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = {} if config.get(name) is None else config[name]
+        plain = isinstance(rope, dict) and all(
+            value is None or key == "rope_theta" or (key in _PLAIN_ROPE and value == _PLAIN_ROPE[key])
+            for key, value in rope.items()
+        )
+        if not plain:
+            raise format_error(path, f"{name} is {rope!r:.80}", "no scaling of the rotary angles, or type 'default'")
+        stated[f"{name}.rope_theta"] = rope.get("rope_theta")
+    found = {name: value for name, value in stated.items() if value is not None}
+    first: Any = next(iter(found.values()), 10000.0)
+    if any(value != first for value in found.values()):
+        listed = ", ".join(f"{name}={value!r:.40}" for name, value in found.items())
+        raise format_error(path, listed, "one rope_theta")
+    return first
 
 
 def _hf_files(folder: Path) -> list[Path]:
@@ -107,7 +160,7 @@ def _hf_files(folder: Path) -> list[Path]:
             return [folder / one]
         if index.exists():
             return _indexed(folder, index)
-        files = sorted(folder.glob(many), key=lambda path: path.name)
+        files = [path for path in sorted(folder.glob(many), key=lambda path: path.name) if _NUMBERED.search(path.stem)]
         if files:
             return _numbered(folder, files)
     raise FileNotFoundError(f"{folder.absolute()}: config.json, but neither model*.safetensors nor pytorch_model*.bin")
@@ -128,13 +181,30 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def _numbered(folder: Path, files: list[Path]) -> list[Path]:
-    numbers = [[int(number) for number in re.findall(r"\d{1,9}", path.stem)[-2:]] for path in files]
-    total = numbers[0][-1]
-    missing = sorted(set(range(1, min(total, 100_000) + 1)) - {pair[0] for pair in numbers})
+    """The files of one whole set NAME-0000N-of-0000M."""
+    places = [[int(number) for number in _NUMBERED.findall(path.stem)[0]] for path in files]
+    totals = sorted({total for _, total in places})
+    if len(totals) > 1:
+        found = f"files of weights of {len(totals)} sets ({', '.join(f'-of-{total:05d}' for total in totals)})"
+        raise format_error(folder, found, "one set, or an index that says which: remove the other, or name a file")
+    missing = sorted(set(range(1, min(totals[0], 100_000) + 1)) - {number for number, _ in places})
     if missing:
         listed = first_few(map(str, missing))
-        raise FileNotFoundError(f"{folder.absolute()}: of {total} files of weights, {listed} is missing")
+        raise FileNotFoundError(f"{folder.absolute()}: of {totals[0]} files of weights, {listed} is missing")
     return files
+
+
+def _named_files(file: Path) -> list[Path]:
+    """A file that was asked for by name: that alone, or the set that its number belongs to; an index's files."""
+    if file.name.endswith(".index.json"):
+        return _indexed(file.parent, file)
+    number = _NUMBERED.search(file.stem)
+    if number is None:
+        return [file]
+    stem, total = file.stem[: number.start()], int(number[2])
+    others = [path for path in sorted(file.parent.glob("*-of-*")) if path.suffix == file.suffix]
+    matches = [(path, _NUMBERED.search(path.stem)) for path in others if path.stem.startswith(f"{stem}-")]
+    return _numbered(file.parent, [path for path, match in matches if match and int(match[2]) == total])
 
 
 # -------------------------------------------------------------------------------------------------- write
@@ -154,10 +224,16 @@ def write(source: Source, folder: Path) -> None:
     if len(files) > 1:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
-    ids = _write_tokenizer(checkpoint, folder, source.window)
-    generation = {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
-    write_json(folder / "generation_config.json", generation)
-    write_json(folder / "config.json", {**_hf_config(source), **ids})
+    copy_tokenizer(checkpoint, folder)
+    copy_companions(checkpoint, folder)
+    _write_tokenizer_config(checkpoint, folder, source.window)
+    ids = special_ids(checkpoint)
+    if not ids:
+        logger.warning("%s: no SentencePiece vocabulary, so no BOS and EOS ids are written", checkpoint.path)
+    if not (folder / "generation_config.json").exists():
+        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9} if checkpoint.format != "hf" else {}
+        write_json(folder / "generation_config.json", {**ids, **sampling})
+    write_json(folder / "config.json", {**_kept_config(checkpoint), **_hf_config(source), **ids})
 
 
 def _group(source: Source, names: list[str]) -> list[list[str]]:
@@ -173,6 +249,14 @@ def _group(source: Source, names: list[str]) -> list[list[str]]:
 def _hf_weight(source: Source, name: str) -> Tensor:
     weight, heads = source.read(name), rotary_heads(name, source.params)
     return pairs_to_halves(weight, heads) if heads else weight
+
+
+def _kept_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields of a Hugging Face folder's config.json, but for other spellings of what `_hf_config` writes."""
+    if checkpoint.format != "hf":
+        return {}
+    config = read_json(checkpoint.folder / "config.json", "a Hugging Face configuration")
+    return {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
 
 
 def _hf_config(source: Source) -> dict[str, Any]:
@@ -199,27 +283,20 @@ def _hf_config(source: Source) -> dict[str, Any]:
     }
 
 
-def _write_tokenizer(checkpoint: Checkpoint, folder: Path, context: int) -> dict[str, Any]:
-    """The tokenizer's files, new or as they stand in a Hugging Face folder; its BOS and EOS ids by config's names."""
-    if checkpoint.format == "hf" and (checkpoint.path / "tokenizer_config.json").is_file():
-        for name in KEPT:
-            if (checkpoint.path / name).is_file():
-                shutil.copyfile(checkpoint.path / name, folder / name)
-    if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
-        copy_tokenizer(checkpoint, folder)
-    if checkpoint.format == "hf":
-        config = read_json(checkpoint.path / "config.json", "a Hugging Face configuration")
-        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config.get(name) is not None}
-        if ids:
-            return ids
+def _write_tokenizer_config(checkpoint: Checkpoint, folder: Path, context: int) -> None:
+    """What transformers needs beside tokenizer.model, where the source brought nothing of the kind."""
     vocabulary = read_vocabulary(checkpoint.tokenizer_path)
-    if vocabulary is None:
-        logger.warning("%s: no SentencePiece vocabulary, so no BOS and EOS ids are written", checkpoint.path)
-        return {}
-    if not (folder / "tokenizer_config.json").exists():
-        special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        config = {"tokenizer_class": "LlamaTokenizer", "model_max_length": context, "legacy": False, **special}
-        config |= {"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False}
-        write_json(folder / "tokenizer_config.json", config)
+    if vocabulary is None or (folder / "tokenizer_config.json").exists():
+        return
+    ids = {
+        "bos": vocabulary.bos_id(),
+        "eos": vocabulary.eos_id(),
+        "unk": vocabulary.unk_id(),
+        "pad": vocabulary.pad_id(),
+    }
+    special = {f"{name}_token": vocabulary.id_to_piece(token) for name, token in ids.items() if token >= 0}
+    config = {"tokenizer_class": "LlamaTokenizer", "model_max_length": context, "legacy": False, **special}
+    config |= {"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False}
+    write_json(folder / "tokenizer_config.json", config)
+    if not (folder / "special_tokens_map.json").exists():
         write_json(folder / "special_tokens_map.json", special)
-    return {"bos_token_id": vocabulary.bos_id(), "eos_token_id": vocabulary.eos_id()}

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from .checkpoint import Checkpoint, StoredWeight
-from .checks import check_params, check_weights, plain_tensors, positive_int
+from .checks import check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import Int8Groups
+from .companions import check_for_llama2c, copy_tokenizer
 from .files import format_error, read_head
 from .mapping import map_file, tensor_at, write_tensor
-from .source import Source, copy_tokenizer
+from .source import Source
 from .table import sizes, split_known, weight_spec
 
 MAGIC = 0x616B3432  # "ak42"
@@ -152,14 +153,13 @@ def read_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
     params["ffn_dim"] = positive_int(args.get("hidden_dim"))
     tensors = plain_tensors(path, value["model"], "weights by Meta's keys")
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
-    known, unexpected = split_known(name for name in tensors if name not in ("freqs_cos", "freqs_sin"))
+    known, unknown = split_known(tensors)
     weights = {name: StoredWeight([tensors[name]]) for name in known}
-    embedding, output = tensors.get("tok_embeddings.weight"), tensors.get("output.weight")
-    if embedding is not None and output is not None and embedding.data_ptr() == output.data_ptr():
+    if same_storage(tensors.get("tok_embeddings.weight"), tensors.get("output.weight")):
         weights["output.weight"] = weights["tok_embeddings.weight"]
     context = positive_int(args.get("max_seq_len"))
-    checkpoint = Checkpoint(path, "llama2c-train", params, weights, [path], context, unexpected, mapped)
-    return check_weights(checkpoint, "model_args")
+    checkpoint = Checkpoint(path, "llama2c-train", params, weights, [path], context, mapped)
+    return check_weights(checkpoint, "model_args", unknown)
 
 
 # -------------------------------------------------------------------------------------------------- write
@@ -171,6 +171,7 @@ def write(source: Source, folder: Path) -> None:
     if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
         found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
         raise LlamaError(f"{checkpoint.path} has {found}; llama2.c's programs compute with 10000.0 and 1e-05 only")
+    check_for_llama2c(checkpoint)
     ints = (numbers["dim"], numbers["ffn"], int(params["n_layers"]), numbers["heads"], numbers["kv_heads"])
     header = Header(*ints, numbers["vocab"], source.window)
     header.shared = checkpoint.tied

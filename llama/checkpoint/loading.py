@@ -24,8 +24,24 @@ from .checks import check_shapes, describe_keys
 from .files import first_few, format_error, read_head
 from .memory import check_memory
 from .pth import read_pth
+from .table import meta_name, split_known
 
 KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
+FOREIGN_FILES = {
+    "*.gguf": "which is llama.cpp's (GGUF): give the model that it was made of",
+    "hf_model_*.pt": "which is torchtune's: let it save safetensors",
+    "meta_model_*.pt": "which is torchtune's: rename it to consolidated.00.pth, with params.json beside it",
+    "recipe_state.pt": "the state of a torchtune run: give the folder of its model",
+    "*.distcp": "which is of torch's distributed checkpoints (DCP): gather them first (torch.distributed.checkpoint)",
+    "mp_rank_*_model_states.pt": "which is DeepSpeed's: run its zero_to_fp32.py first",
+    "*.npz": "which is of NumPy or MLX",
+}
+FOREIGN_MAGIC = {
+    b"GGUF": "a GGUF file (llama.cpp)",
+    b"lmgg": "a GGML file (of older llama.cpp)",
+    b"tjgg": "a GGML file (of older llama.cpp)",
+    b"\x89HDF": "an HDF5 file (Keras)",
+}
 TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
 THREADS = 4  # at most, that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
@@ -36,23 +52,41 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     LlamaError says what was found and what was expected; FileNotFoundError where a file is missing.
     """
-    path = Path(path)
+    if not isinstance(path, (str, Path)):
+        raise LlamaError(f"ckpt_dir={path!r:.60} must be the path of a folder or a file")
+    path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
     checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-    folder = path if path.is_dir() else path.parent
     names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
-    checkpoint.tokenizer_path = next((folder / name for name in names if (folder / name).is_file()), None)
+    beside = (checkpoint.folder / name for name in names)
+    checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
     return checkpoint
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    if any(folder.glob("*.pth")):
+    def holds(*patterns: str) -> bool:
+        return any(any(folder.glob(pattern)) for pattern in patterns)
+
+    if holds("adapter_config.json", "adapter_model.*"):
+        raise format_error(
+            folder, "a LoRA adapter (adapter_config.json)", "a model: merge it into its base model first"
+        )
+    hf_weights = holds("*.safetensors", "pytorch_model*.bin")
+    shards = "consolidated.*.pth" if hf_weights and holds("config.json") else "*.pth"  # such as rng_state.pth
+    if holds("params.json") and holds(shards):
         return meta.read(folder)
-    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")) or (folder / "config.json").exists():
+    if hf_weights:
         return hf.read(folder)
-    if (folder / "params.json").exists():
+    if holds("*.pth"):
         return meta.read(folder)
+    if holds("config.json") and not holds(*FOREIGN_FILES):
+        return hf.read(folder)
+    if holds("params.json"):
+        return meta.read(folder)
+    for pattern, what in FOREIGN_FILES.items():
+        if holds(pattern):
+            raise format_error(folder, f"{next(folder.glob(pattern)).name}, {what}", KNOWN)
     files = [path for path in sorted(folder.glob("*.bin")) if path.name != "tokenizer.bin"]
     files = files or sorted(folder.glob("*.pt"))
     if len(files) == 1:
@@ -62,18 +96,42 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_file(path: Path) -> Checkpoint:
-    expected = "a folder, or a .bin or .pt file of llama2.c"
-    head = read_head(path, expected)
-    if path.suffix in (".pth", ".safetensors", ".json"):
-        return _open_folder(path.parent)  # one file of a folder
+    """A file that was asked for by name: that one alone, or the numbered set that it belongs to."""
+    head, folder = read_head(path, "a checkpoint: a folder, or a file of weights"), path.parent
+    magic = next((what for start, what in FOREIGN_MAGIC.items() if head.startswith(start)), None)
+    if magic is not None:
+        raise format_error(path, magic, KNOWN)
+    if path.suffix == ".json":
+        return _open_settings(path)
+    if path.suffix == ".safetensors":
+        return hf.read(folder, path)
+    if meta.is_shard(path):
+        return meta.read(folder)
     # a pickle begins with 0x80 and so does a llama2.c header with dim 128, but that goes on with zeros
-    if head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[2:4] != b"\0\0"):
-        value, mapped = read_pth(path)
-        if isinstance(value, Mapping) and {"model", "model_args"} <= set(value):
-            return llama2c.read_training(path, value, mapped)
-        keys = describe_keys(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-        raise format_error(path, keys, "llama2.c's training file (model, model_args), or the folder of another format")
-    return llama2c.read(path)
+    pickled = head.startswith(b"PK\x03\x04") or (head.startswith(b"\x80") and head[2:4] != b"\0\0")
+    if not pickled and path.suffix not in (".pth", ".pt"):
+        return llama2c.read(path)
+    value, mapped = read_pth(path)
+    if isinstance(value, Mapping) and {"model", "model_args"} <= set(value):
+        return llama2c.read_training(path, value, mapped)
+    names = [name for name in value if isinstance(name, str)] if isinstance(value, Mapping) else []
+    if any(meta_name(name) for name in names):
+        return hf.read(folder, path)
+    if split_known(names)[0]:
+        return meta.read(folder, path)
+    keys = describe_keys(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+    raise format_error(path, keys, "weights by Meta's or Hugging Face's names, or llama2.c's (model, model_args)")
+
+
+def _open_settings(path: Path) -> Checkpoint:
+    """A folder by the name of its settings, which says the format."""
+    if path.name == "params.json":
+        return meta.read(path.parent)
+    if path.name.endswith(".index.json"):
+        return hf.read(path.parent, path)
+    if path.name != "config.json":
+        raise format_error(path, "no weights and no settings of a model", KNOWN)
+    return hf.read(path.parent)
 
 
 @torch.no_grad()
@@ -91,17 +149,14 @@ def load(
 
     On a CPU a parameter of the stored type becomes the file's own pages; any other is filled once, tensor by tensor.
     With `scheme` the parallel layers get a packed weight (`quantization.pack`) on `device` instead of theirs, one after
-    another; the rest of the model, made on the CPU, moves there. LlamaError names missing and misshapen weights, before
-    anything is changed, and what cannot be packed when it is met; a log line names unexpected ones.
+    another; the rest of the model, made on the CPU, moves there. LlamaError names missing, misshapen and surplus
+    weights, before anything is changed, and what cannot be packed when it is met.
     """
     if checkpoint.in_use:  # that model writes to those pages when it is trained: map them anew
         checkpoint = open_checkpoint(checkpoint.path)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
     check_shapes(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    unexpected = checkpoint.unexpected + [name for name in stored if name not in parameters]
-    if unexpected:
-        logger.warning("%s: %d weights are not used: %s", checkpoint.path, len(unexpected), first_few(unexpected))
     total = sum(parameter.numel() * parameter.itemsize for parameter in parameters.values())
     with tqdm(total=total, disable=not progress, delay=1.0, unit="B", unit_scale=True, desc="Loading") as bar:
         for layer_name, layer in linear_layers(model) if scheme else ():

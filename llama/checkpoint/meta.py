@@ -13,21 +13,22 @@ from torch import Tensor
 from ..errors import LlamaError
 from ..model import ffn_width
 from .checkpoint import Checkpoint, StoredWeight
-from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int
+from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
+from .companions import copy_companions, copy_tokenizer, special_ids
 from .files import first_few, format_error, read_json, write_json
 from .pth import read_pth
-from .source import Source, copy_tokenizer
+from .source import Source
 from .table import IGNORABLE, split_known, weight_spec
 
 # --------------------------------------------------------------------------------------------------- read
 
 
-def read(folder: Path) -> Checkpoint:
-    """A folder of Meta's. Errors as in `open_checkpoint`."""
+def read(folder: Path, file: Path | None = None) -> Checkpoint:
+    """A folder of Meta's, or the weights of one named `file` in it. Errors as in `open_checkpoint`."""
     params_path = folder / "params.json"
     settings = read_json(params_path, "the model's settings as Meta writes them")
-    files = shard_files(folder)
+    files = [file] if file else shard_files(folder)
     if not files:
         raise FileNotFoundError(f"{folder.absolute()}: params.json, but no consolidated.NN.pth (or other .pth)")
     context = positive_int(settings.pop("max_seq_len", None))
@@ -36,28 +37,52 @@ def read(folder: Path) -> Checkpoint:
     expected = "weights by Meta's keys (layers.0.attention.wq.weight, ...)"
     contents = [read_pth(file) for file in files]
     shards = [plain_tensors(file, value, expected) for file, (value, _) in zip(files, contents, strict=True)]
-    for file, shard in zip(files, shards, strict=True):
-        absent = [name for name in shards[0] if name not in shard and not IGNORABLE.fullmatch(name)]
-        if absent:
-            raise LlamaError(f"{file}: {len(absent)} weights of {files[0].name} are missing: {first_few(absent)}")
+    _check_shards(files, shards)
     quantized = _quantized_weights(folder, shards)
-    known, unexpected = split_known(dict.fromkeys(name for shard in shards for name in shard))
+    known, unknown = split_known(dict.fromkeys(name for shard in shards for name in shard))
     weights = {name: StoredWeight([codec]) for name, codec in quantized.items()}
     for name in known:
         if name not in weights:
             parts = [shard[name] for shard in shards if name in shard]
             weights[name] = _sharded_weight(folder, name, parts, params["dim"])
+    if len(shards) == 1 and same_storage(*(shards[0].get(name) for name in ("output.weight", "tok_embeddings.weight"))):
+        weights["output.weight"] = weights["tok_embeddings.weight"]
     mapped = all(mapped for _, mapped in contents)
-    return check_weights(Checkpoint(folder, "meta", params, weights, files, context, unexpected, mapped), "params.json")
+    checkpoint = Checkpoint(file or folder, "meta", params, weights, files, context, mapped)
+    return check_weights(checkpoint, "params.json", unknown)
+
+
+def _check_shards(files: list[Path], shards: list[dict[str, Tensor]]) -> None:
+    """LlamaError where one file lacks what another has, or where the norms, whole in each, are those of two models."""
+    names = [
+        name for name in dict.fromkeys(name for shard in shards for name in shard) if not IGNORABLE.fullmatch(name)
+    ]
+    for file, shard in zip(files, shards, strict=True):
+        absent = [name for name in names if name not in shard]
+        if absent:
+            raise LlamaError(f"{file}: {len(absent)} weights of the other shards are missing: {first_few(absent)}")
+    for name in split_known(names)[0]:
+        first = shards[0][name]
+        for file, shard in zip(files[1:], shards[1:], strict=True) if weight_spec(name).axis is None else ():
+            if (
+                first.shape != shard[name].shape
+                or (first.float() - shard[name].float()).norm() > 0.01 * first.float().norm()
+            ):
+                raise LlamaError(f"{file}: {name} is another than in {files[0].name}: these are shards of two models")
 
 
 def _last_number(path: Path) -> tuple[int, str]:
     return int((re.findall(r"\d{1,9}", path.stem) or ["-1"])[-1]), path.name
 
 
+def is_shard(path: Path) -> bool:
+    """Whether the file has the name of one of Meta's shards."""
+    return re.fullmatch(r"consolidated\.\d{1,4}\.pth", path.name) is not None
+
+
 def shard_files(folder: Path) -> list[Path]:
     """The shards in order: consolidated.NN.pth, or, where a fine-tune has renamed them, every .pth."""
-    named = [path for path in folder.glob("consolidated.*.pth") if re.fullmatch(r"consolidated\.\d{1,4}", path.stem)]
+    named = [path for path in folder.glob("consolidated.*.pth") if is_shard(path)]
     if not named:
         return sorted(folder.glob("*.pth"), key=_last_number)
     numbers = {_last_number(path)[0] for path in named}
@@ -111,10 +136,16 @@ def write(source: Source, folder: Path) -> None:
     for shard in range(source.shards):
         tensors: dict[str, Tensor] = {}
         for name in checkpoint.names():
+            if name == "output.weight" and checkpoint.tied and source.shards == 1 and not source.quantize:
+                tensors[name] = tensors["tok_embeddings.weight"]  # torch.save writes it once
+                continue
             weight = _compact(source.read(name, shard, source.shards))
             tensors |= _quantized(source, name, weight) if source.quantize else {name: weight}
         torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
     copy_tokenizer(checkpoint, folder)
+    copy_companions(checkpoint, folder)
+    if checkpoint.format == "hf" and not (folder / "generation_config.json").exists():
+        write_json(folder / "generation_config.json", special_ids(checkpoint))  # params.json has no place for them
     params = checkpoint.params
     settings = {name: params[name] for name in PARAMS}
     if params["ffn_dim"] is not None:

@@ -1,11 +1,7 @@
-"""What writers read from: an opened checkpoint in the type that is asked for, and what is written beside weights."""
+"""What writers read from: an opened checkpoint in the type that is asked for."""
 
-import logging
 import math
-import shutil
-import struct
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +9,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import LlamaError
-from ..tokenizer import SentencePieceProcessor
 from .checkpoint import Checkpoint
 from .table import weight_spec
-
-logger = logging.getLogger("llama")
-
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONTEXTS = {10000.0: 4096, 500000.0: 8192, 1000000.0: 16384}  # Llama 2, Llama 3, Code Llama, told by rope_theta
@@ -43,7 +35,12 @@ class Source:
     @property
     def window(self) -> int:
         """The longest window: as asked for, as stored, or as the family has it."""
-        return self.context or self.checkpoint.context or CONTEXTS.get(self.checkpoint.params["rope_theta"], 4096)
+        return self.context or self.checkpoint.context or self.family_window
+
+    @property
+    def family_window(self) -> int:
+        """The longest window of the family that the rotary angles tell."""
+        return CONTEXTS.get(self.checkpoint.params["rope_theta"], 4096)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which a weight is written."""
@@ -61,37 +58,3 @@ class Source:
     def size(self, names: list[str]) -> int:
         """Bytes of these weights as written."""
         return sum(math.prod(self.checkpoint.shape(name)) * self.dtype(name).itemsize for name in names)
-
-
-def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
-    """The vocabulary, where the file is one of SentencePiece."""
-    if path is None or path.suffix != ".model":
-        return None
-    try:
-        return SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError):
-        return None
-
-
-def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
-    """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
-    path = checkpoint.tokenizer_path
-    if path is None:
-        logger.warning("%s: no tokenizer beside it, so none is written", checkpoint.path)
-    elif to_bin and path.suffix == ".model":
-        vocabulary = read_vocabulary(path)
-        if vocabulary is None:
-            logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
-        else:
-            (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
-    else:
-        shutil.copyfile(path, folder / path.name)
-
-
-def tokenizer_bin(vocabulary: SentencePieceProcessor) -> bytes:
-    """llama2.c's tokenizer.bin: the longest token's length, then score, length and bytes of every token."""
-    special = {vocabulary.bos_id(): "\n<s>\n", vocabulary.eos_id(): "\n</s>\n"}
-    tokens = [special.get(i, vocabulary.id_to_piece(i)).replace("▁", " ").encode() for i in range(len(vocabulary))]
-    scores = [vocabulary.get_score(i) for i in range(len(vocabulary))]
-    body = [struct.pack("<fi", score, len(token)) + token for score, token in zip(scores, tokens, strict=True)]
-    return struct.pack("<i", max(map(len, tokens))) + b"".join(body)

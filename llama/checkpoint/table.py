@@ -35,7 +35,11 @@ TABLE = (
 )
 WEIGHT_SPECS = {spec.key: spec for spec in TABLE}
 _HF_SPECS = {spec.hf: spec for spec in TABLE}
-IGNORABLE = re.compile(r"rope\.freqs|layers\.\d+\.attention\.inner_attention\.rope\.freqs|.*rotary_emb\.inv_freq")
+# What trainers save beside the weights and every reader computes anew: tables of rotary angles, masks.
+IGNORABLE = re.compile(
+    r"rope\.freqs|freqs_(cos|sin|cis)|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask)"
+    r"|(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
 
 
 def _layer(name: str) -> tuple[str, list[str]]:
@@ -60,10 +64,9 @@ def meta_name(hf: str) -> str | None:
 
 
 def split_known(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Meta's keys, and the other names that are not ignorable."""
+    """Meta's keys, and the other names."""
     known = {name: _layer(name)[0] in WEIGHT_SPECS for name in names}
-    others = [name for name in known if not known[name] and not IGNORABLE.fullmatch(name)]
-    return [name for name in known if known[name]], others
+    return [name for name in known if known[name]], [name for name in known if not known[name]]
 
 
 def all_names(n_layers: int) -> list[str]:

@@ -34,6 +34,6 @@ def convert(
             quantize.py), which `build` loads as they are.
         force: Replace a checkpoint that is in DST.
     """
-    source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst))
+    source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst)).expanduser()
     write_checkpoint(source, target, to, force)
     print(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}")

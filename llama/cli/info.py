@@ -69,7 +69,6 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("", f"ffn {numbers['ffn']}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("vocabulary", str(rows)),
         ("context", str(checkpoint.context or "not stored")),
-        *([("not used", first_few(checkpoint.unexpected))] if checkpoint.unexpected else []),
     ]
 
 

@@ -1,0 +1,160 @@
+"""What lies beside the weights and goes with them when they are converted: tokenizers, special ids, other files."""
+
+import logging
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import LlamaError
+from ..tokenizer import SentencePieceProcessor
+from .checkpoint import Checkpoint
+from .files import read_json
+
+logger = logging.getLogger("llama")
+
+COMPANIONS = re.compile(r"[^.].*\.(json|jinja|txt|md|model)|(LICENSE|NOTICE|USE_POLICY).*", re.IGNORECASE)
+# Settings and indexes are written anew, tokenizer.model by `copy_tokenizer`; an adapter was not part of the weights.
+OWN = re.compile(r"(config|params|adapter_config)\.json|.*\.index\.json|tokenizer\.model")
+LARGEST = 100_000_000  # bytes of a file that is copied along
+ID_NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy the files beside Meta's or Hugging Face's weights that nothing here reads, such as tokenizer.json."""
+    for path in sorted(checkpoint.folder.iterdir()) if checkpoint.format in ("meta", "hf") else ():
+        if not path.is_file() or OWN.fullmatch(path.name) or not COMPANIONS.fullmatch(path.name):
+            continue
+        if path.stat().st_size > LARGEST:
+            logger.warning("%s is larger than %d MB and is not copied along", path, LARGEST // 1_000_000)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
+    """BOS, EOS (one id or several) and padding by config.json's names: from the files beside, else the vocabulary."""
+    names = ["config.json"] if checkpoint.format == "hf" else []
+    if checkpoint.format in ("hf", "meta"):
+        names.append("generation_config.json")
+    for name in names:
+        path = checkpoint.folder / name
+        held = read_json(path, "a JSON file of Hugging Face's") if path.is_file() else {}
+        ids = {name: held[name] for name in ID_NAMES if held.get(name) is not None}
+        if ids:
+            return ids
+    vocabulary = read_vocabulary(checkpoint.tokenizer_path)
+    if vocabulary is None:
+        return {}
+    numbers = (vocabulary.bos_id(), vocabulary.eos_id(), vocabulary.pad_id())
+    return {name: number for name, number in zip(ID_NAMES, numbers, strict=True) if number >= 0}
+
+
+# ---------------------------------------------------------------------------------------- tokenizers
+
+
+def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
+    """The vocabulary, where the file is one of SentencePiece."""
+    if path is None or path.suffix != ".model":
+        return None
+    try:
+        return SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError):
+        return None
+
+
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
+    """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
+    path = checkpoint.tokenizer_path
+    if path is None:
+        logger.warning("%s: no tokenizer.model beside it, so none is written", checkpoint.path)
+    elif to_bin and path.suffix == ".model":
+        vocabulary = read_vocabulary(path)
+        if vocabulary is None:
+            logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
+        else:
+            (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
+    else:
+        shutil.copyfile(path, folder / path.name)
+
+
+def tokenizer_bin(vocabulary: SentencePieceProcessor) -> bytes:
+    """llama2.c's tokenizer.bin: the longest token's length, then score, length and bytes of every token."""
+    special = {vocabulary.bos_id(): "\n<s>\n", vocabulary.eos_id(): "\n</s>\n"}
+    tokens = [special.get(i, vocabulary.id_to_piece(i)).replace("▁", " ").encode() for i in range(len(vocabulary))]
+    scores = [vocabulary.get_score(i) for i in range(len(vocabulary))]
+    body = [struct.pack("<fi", score, len(token)) + token for score, token in zip(scores, tokens, strict=True)]
+    return struct.pack("<i", max(map(len, tokens))) + b"".join(body)
+
+
+def check_for_llama2c(checkpoint: Checkpoint) -> None:
+    """LlamaError for a vocabulary that llama2.c's programs would make other ids with; a log line for less."""
+    path, rows = checkpoint.tokenizer_path, checkpoint.shape("tok_embeddings.weight")[0]
+    vocabulary = read_vocabulary(path)
+    if vocabulary is not None:
+        differences = c_differences(vocabulary)
+        if differences:
+            found = f"{path}: llama2.c's programs would read text otherwise, because of {', '.join(differences)}"
+            raise LlamaError(f"{found}: to write the weights alone, convert them from a folder without it")
+        if len(vocabulary) != rows:
+            logger.warning(
+                "%s has %d pieces, but llama2.c's programs read %d, as the model has", path, len(vocabulary), rows
+            )
+    bos = special_ids(checkpoint).get("bos_token_id", 1)
+    if bos != 1:
+        logger.warning("%s begins a text with id %r; llama2.c's programs begin it with id 1", checkpoint.path, bos)
+
+
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # types of pieces in sentencepiece_model.proto
+
+
+def c_differences(vocabulary: SentencePieceProcessor) -> list[str]:
+    """What of a SentencePiece model llama2.c's programs, made for Llama 2's, do not follow; nothing for that one."""
+    model = list(_fields(vocabulary.serialized_model_proto()))
+    pieces = [dict(_fields(value)) for tag, value in model if tag == 1]
+    trainer, normalizer = (
+        dict(field for tag, value in model if tag == wanted for field in _fields(value)) for wanted in (2, 3)
+    )
+    kinds = [piece.get(3, 1) for piece in pieces]
+    names = [bytes(piece.get(1, b"")).decode("utf-8", "replace") for piece in pieces]
+    ids = (vocabulary.unk_id(), vocabulary.bos_id(), vocabulary.eos_id())
+    own = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _USER_DEFINED, _UNUSED) and i not in ids]
+    found = {
+        f"unknown, BOS and EOS with the ids {ids} (they take 0, 1, 2)": ids != (0, 1, 2),
+        f"a pad piece (id {vocabulary.pad_id()})": vocabulary.pad_id() >= 0,
+        f"control, user-defined or unused pieces ({', '.join(names[i] for i in own[:3])})": bool(own),
+        "no byte pieces at ids 3 to 258 (byte fallback)": names[3:259] != [f"<0x{byte:02X}>" for byte in range(256)]
+        or set(kinds[3:259]) != {_BYTE},
+        "a unigram, word or character model (they merge pairs, BPE)": trainer.get(3, 1) != 2,
+        "no space put before a text (add_dummy_prefix)": normalizer.get(3, 1) == 0,
+        "spaces that are removed (remove_extra_whitespaces)": normalizer.get(4, 1) != 0,
+        "spaces that are not written as ▁ (escape_whitespaces)": normalizer.get(5, 1) == 0,
+        "spaces behind words (treat_whitespace_as_suffix)": trainer.get(24, 0) != 0,
+        "characters that are normalized (normalization_rule_name)": bool(normalizer.get(2)),
+    }
+    return [what for what, is_so in found.items() if is_so]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a protobuf message: an int (varint) or bytes."""
+    place = 0
+
+    def varint() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte, place = data[place], place + 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while place < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+        else:
+            size = {1: 8, 5: 4}.get(key & 7) or varint()
+            yield key >> 3, data[place : place + size]
+            place += size
