@@ -148,7 +148,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     unknown = [name for name in unknown if not IGNORABLE.fullmatch(name)]
     held = 1 + max((int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)), default=-1)
     if held < 1 and "tok_embeddings.weight" not in found:
-        raise format_error(path, describe_keys(found or unknown), "the weights of a Llama model")
+        raise format_error(path, describe_keys([*unknown, *found]), "the weights of a Llama model")
     if unknown:
         found_keys = f"{len(unknown)} weights that a Llama model does not have: {describe_keys(unknown)}"
         raise format_error(path, found_keys, "nothing that would change the tokens and is not computed here")

@@ -126,12 +126,15 @@ def _open_file(path: Path) -> Checkpoint:
 def _open_settings(path: Path) -> Checkpoint:
     """A folder by the name of its settings, which says the format."""
     if path.name == "params.json":
-        return meta.read(path.parent)
-    if path.name.endswith(".index.json"):
-        return hf.read(path.parent, path)
-    if path.name != "config.json":
+        checkpoint = meta.read(path.parent)
+    elif path.name == "config.json":
+        checkpoint = hf.read(path.parent)
+    elif path.name.endswith(".index.json"):
+        checkpoint = hf.read(path.parent, path)
+    else:
         raise format_error(path, "no weights and no settings of a model", KNOWN)
-    return hf.read(path.parent)
+    checkpoint.path = path
+    return checkpoint
 
 
 @torch.no_grad()
