@@ -388,7 +388,7 @@ def _only(tmp_path: Path, name: str, content: Any) -> Path:
         ("model.pt", {"layers.0.attn.q_proj.weight": torch.ones(2, 2)}, "torchtune"),
         ("model.pt", {"layers.0.self_attn.q_proj.weight": torch.ones(2, 2)}, "without `model.`"),
         ("model.pt", {"_orig_mod.model.layers.0.self_attn.q_proj.weight": torch.ones(2, 2)}, "behind a prefix"),
-        ("adapter_model.safetensors", b"\0" * 100, "a LoRA adapter|config.json"),
+        ("adapter_model.safetensors", b"\1" * 9, "a LoRA adapter|config.json"),
         ("adapter_config.json", b"{}", "a LoRA adapter|no weights and no settings"),
         ("__0_0.distcp", b"PK" * 50, r"distributed checkpoints"),
         ("tokenizer.json", b"{}", "no checkpoint|no weights and no settings"),

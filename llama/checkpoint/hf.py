@@ -224,8 +224,9 @@ def write(source: Source, folder: Path) -> None:
     if len(files) > 1:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
-    copy_tokenizer(checkpoint, folder)
     copy_companions(checkpoint, folder)
+    if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
+        copy_tokenizer(checkpoint, folder)
     _write_tokenizer_config(checkpoint, folder, source.window)
     ids = special_ids(checkpoint)
     if not ids:
@@ -252,11 +253,11 @@ def _hf_weight(source: Source, name: str) -> Tensor:
 
 
 def _kept_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of a Hugging Face folder's config.json, but for other spellings of what `_hf_config` writes."""
+    """A Hugging Face folder's config.json, but for other spellings of what `_hf_config` writes, and code of its own."""
     if checkpoint.format != "hf":
         return {}
     config = read_json(checkpoint.folder / "config.json", "a Hugging Face configuration")
-    return {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    return {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype", "auto_map")}
 
 
 def _hf_config(source: Source) -> dict[str, Any]:

@@ -144,8 +144,9 @@ def write(source: Source, folder: Path) -> None:
         torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
     copy_tokenizer(checkpoint, folder)
     copy_companions(checkpoint, folder)
-    if checkpoint.format == "hf" and not (folder / "generation_config.json").exists():
-        write_json(folder / "generation_config.json", special_ids(checkpoint))  # params.json has no place for them
+    ids = special_ids(checkpoint) if checkpoint.format == "hf" else {}
+    if ids and not (folder / "generation_config.json").exists():
+        write_json(folder / "generation_config.json", ids)  # params.json has no place for them
     params = checkpoint.params
     settings = {name: params[name] for name in PARAMS}
     if params["ffn_dim"] is not None:
