@@ -133,7 +133,11 @@ def test_another_number_of_layers_than_the_files_hold(tmp_path: Path, kind: str,
     ("name", "words"),
     [
         ("layers.0.attention.wq.bias", "a bias"),
-        ("layers.0.attention.q_norm.weight", "layers.0.attention.q_norm.weight"),
+        (
+            "model.layers.0.self_attn.q_norm.weight",
+            "a Llama model does not have: the keys 'model.layers.0.self_attn.q_norm.w",
+        ),
+        ("model.layers.0.self_attn.q_proj.qweight", "quantized weights"),
         ("vision.weight", "vision.weight"),
         ("layers.0.attention.wq.lora_A.weight", "a LoRA adapter"),
         ("layers.01.attention.wq.weight", "layers.01.attention.wq.weight"),
@@ -186,9 +190,11 @@ def test_two_sets_of_shards_are_not_mixed(tmp_path: Path) -> None:
     files.write_hf(tmp_path, weights, files=2)
     files.write_hf(tmp_path, others, files=3)  # its index is the one that is left
     assert torch.equal(open_checkpoint(tmp_path).read("norm.weight"), others["norm.weight"])
+    save_file({"x": torch.ones(1)}, tmp_path / "model-old-00001-of-00002.safetensors")
     one = open_checkpoint(tmp_path / "model-00002-of-00002.safetensors")
     assert torch.equal(one.read("norm.weight"), weights["norm.weight"]) and one.shards == 2
     (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "model-old-00001-of-00002.safetensors").unlink()
     with pytest.raises(LlamaError, match="files of weights of 2 sets .-of-00002, -of-00003."):
         open_checkpoint(tmp_path)
 

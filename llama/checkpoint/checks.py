@@ -17,14 +17,17 @@ from .table import IGNORABLE, all_names, sizes, weight_spec
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of")
 PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta")  # keys of params.json
-FOREIGN = (
+SURPLUS = (  # what may stand among a Llama model's weights
     (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
     (
         r".*\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_scale|biases)$",
         "quantized weights (GPTQ, AWQ, MLX, ...)",
     ),
-    (r".*_flat_param|.*_fsdp_wrapped_module", "FSDP's own layout: gather the full state dict first"),
     (r".*\.bias$", "a bias: this library runs models without biases"),
+)
+FOREIGN = (
+    *SURPLUS[:2],
+    (r".*_flat_param|.*_fsdp_wrapped_module", "FSDP's own layout: gather the full state dict first"),
     (
         r"model\.(layers\.\d+\.self_attn|embed_tokens)\.",
         "Hugging Face's names: it belongs into a folder with config.json",
@@ -44,10 +47,10 @@ FOREIGN = (
 )
 
 
-def describe_keys(names: Iterable[object]) -> str:
-    """What a set of keys looks like, in words."""
+def describe_keys(names: Iterable[object], known: Sequence[tuple[str, str]] = FOREIGN) -> str:
+    """What a set of keys looks like, in words: the first of the `known` patterns that one of them matches."""
     listed = [str(name) for name in names]
-    for pattern, what in FOREIGN:
+    for pattern, what in known:
         found = next((name for name in listed if re.match(pattern, name)), None)
         if found is not None:
             return f"keys such as {found!r:.100}, which is {what}"
@@ -150,7 +153,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     if held < 1 and "tok_embeddings.weight" not in found:
         raise format_error(path, describe_keys([*unknown, *found]), "the weights of a Llama model")
     if unknown:
-        found_keys = f"{len(unknown)} weights that a Llama model does not have: {describe_keys(unknown)}"
+        found_keys = f"{len(unknown)} weights that a Llama model does not have: {describe_keys(unknown, SURPLUS)}"
         raise format_error(path, found_keys, "nothing that would change the tokens and is not computed here")
     if held < layers:
         found_layers = f"{path}: the files hold {held} layers, but {source} says n_layers={layers}"

@@ -201,10 +201,9 @@ def _named_files(file: Path) -> list[Path]:
     number = _NUMBERED.search(file.stem)
     if number is None:
         return [file]
-    stem, total = file.stem[: number.start()], int(number[2])
-    others = [path for path in sorted(file.parent.glob("*-of-*")) if path.suffix == file.suffix]
-    matches = [(path, _NUMBERED.search(path.stem)) for path in others if path.stem.startswith(f"{stem}-")]
-    return _numbered(file.parent, [path for path, match in matches if match and int(match[2]) == total])
+    others = [(path, _NUMBERED.search(path.stem)) for path in sorted(file.parent.glob(f"*{file.suffix}"))]
+    same_set = (file.stem[: number.start()], int(number[2]))
+    return _numbered(file.parent, [p for p, n in others if n and (p.stem[: n.start()], int(n[2])) == same_set])
 
 
 # -------------------------------------------------------------------------------------------------- write
