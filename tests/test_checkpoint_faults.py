@@ -277,8 +277,8 @@ class Short:
         (lambda x: (x + 1j).conj(), "a conjugate or negative view"),
         (lambda x: (x + 1j).conj().imag, "a conjugate or negative view"),
         (lambda x: Short(tuple(x.shape)), "not readable as tensors|storage"),
-        (lambda x: x.tolist(), "is a list among the tensors"),
-        (lambda x: 3, f"'{WQ}' is a int among the tensors"),
+        (lambda x: x.tolist(), "is of type list and no tensor"),
+        (lambda x: 3, f"'{WQ}' is of type int and no tensor"),
     ],
 )
 @pytest.mark.parametrize("kind", ["meta", "hf", "training"])
@@ -391,6 +391,11 @@ def _only(tmp_path: Path, name: str, content: Any) -> Path:
         ("model.gguf", b"GGUF\x03\0\0\0" * 20, "GGUF"),
         ("ggml-model.bin", b"tjgg\x03\0\0\0" * 20, "GGML"),
         ("hf_model_0001_0.pt", {"model.embed_tokens.weight": torch.ones(2, 2)}, "torchtune|config.json"),
+        (
+            "model.pt",
+            {"state_dict": {"a": torch.ones(2)}, "step": 3},
+            "a training file, with weights within 'state_dict'",
+        ),
         ("model.pt", {"layers.0.attn.q_proj.weight": torch.ones(2, 2)}, "torchtune"),
         ("model.pt", {"layers.0.self_attn.q_proj.weight": torch.ones(2, 2)}, "without `model.`"),
         ("model.pt", {"_orig_mod.model.layers.0.self_attn.q_proj.weight": torch.ones(2, 2)}, "behind a prefix"),
@@ -405,6 +410,15 @@ def test_other_programs_files_are_named(tmp_path: Path, name: str, content: Any,
     for path in (folder, folder / name) if not name.endswith("distcp") else (folder,):
         with pytest.raises((LlamaError, FileNotFoundError), match=words):
             open_checkpoint(path)
+
+
+def test_hugging_face_weights_in_a_pth_file(tmp_path: Path) -> None:
+    tensors = load_file(files.write_hf(tmp_path, files.weights()) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "model.pth")
+    with pytest.raises(FileNotFoundError, match="config.json, but neither"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path / "model.pth").names() == list(files.weights())
 
 
 def test_hugging_face_weights_without_their_prefix(tmp_path: Path) -> None:

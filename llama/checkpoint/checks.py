@@ -57,16 +57,28 @@ def describe_keys(names: Iterable[object], known: Sequence[tuple[str, str]] = FO
     return f"the keys {first_few((repr(name)[:60] for name in listed), 4) or '(none)'}"
 
 
+def describe_value(value: object) -> str:
+    """What an unpickled file holds in place of weights by name, in words."""
+    if not isinstance(value, Mapping):
+        return f"a {type(value).__name__}"
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and any(isinstance(tensor, Tensor) for tensor in inner.values()):
+            return f"a training file, with weights within {name!r:.60}: save these alone"
+    return describe_keys(value)
+
+
 def plain_tensors(path: Path, value: Any, expected: str) -> dict[str, Tensor]:
     """`value` as a dict of plain tensors by name; LlamaError for anything else."""
-    if not isinstance(value, Mapping):
-        raise format_error(path, f"a {type(value).__name__}", expected)
-    tensors = {name: tensor for name, tensor in value.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+    tensors = (
+        {}
+        if not isinstance(value, Mapping)
+        else {name: tensor for name, tensor in value.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
+    )
     if not tensors:
-        raise format_error(path, describe_keys(value), expected)
+        raise format_error(path, describe_value(value), expected)
     for name, other in value.items():
         if name not in tensors:
-            raise format_error(path, f"{name!r:.80} is a {type(other).__name__} among the tensors", expected)
+            raise format_error(path, f"{name!r:.80} is of type {type(other).__name__} and no tensor", expected)
     for name, tensor in tensors.items():
         exotic = _exotic(tensor)
         if exotic is not None:

@@ -20,7 +20,7 @@ from ..model import ModelArgs, Transformer
 from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
-from .checks import check_shapes, describe_keys
+from .checks import check_shapes, describe_value
 from .files import first_few, format_error, read_head
 from .memory import check_memory
 from .pth import read_pth
@@ -78,7 +78,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return meta.read(folder)
     if hf_weights:
         return hf.read(folder)
-    if holds("*.pth"):
+    if holds("consolidated.*.pth") or (holds("*.pth") and not holds("config.json")):
         return meta.read(folder)
     if holds("config.json") and not holds(*FOREIGN_FILES):
         return hf.read(folder)
@@ -119,8 +119,9 @@ def _open_file(path: Path) -> Checkpoint:
         return hf.read(folder, path)
     if split_known(names)[0]:
         return meta.read(folder, path)
-    keys = describe_keys(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-    raise format_error(path, keys, "weights by Meta's or Hugging Face's names, or llama2.c's (model, model_args)")
+    raise format_error(
+        path, describe_value(value), "weights by Meta's or Hugging Face's names, or llama2.c's (model, model_args)"
+    )
 
 
 def _open_settings(path: Path) -> Checkpoint:
