@@ -1,4 +1,4 @@
-"""What writers read from: an opened checkpoint in the type that is asked for, and what is written beside weights."""
+"""What writers read from: an opened checkpoint in the type that is asked for, and its tokenizer."""
 
 import logging
 import math
@@ -77,7 +77,7 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -
     """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
     path = checkpoint.tokenizer_path
     if path is None:
-        logger.warning("%s: no tokenizer beside it, so none is written", checkpoint.path)
+        logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
     elif to_bin and path.suffix == ".model":
         vocabulary = read_vocabulary(path)
         if vocabulary is None:
