@@ -480,7 +480,7 @@ def test_wrong_scales_are_refused(files: Path, tmp_path: Path, form: str, what: 
     with pytest.raises(LlamaError) as caught:
         open_checkpoint(edited(files / form, tmp_path / "edited", change))
     named = {"beside a norm": "norm", "beside the embedding": "tok_embeddings", "beside nothing": "another"}
-    named |= {"another form": "weights in int8 and weights in int4", "missing": "or scales beside it"}
+    named |= {"another form": "weights in int8 and weights in int4", "missing": "or scales with it"}
     assert named.get(what, WQ.removesuffix(".")) in str(caught.value)
 
 

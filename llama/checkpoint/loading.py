@@ -200,7 +200,7 @@ def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> Path:
-    """The tokenizer beside the checkpoint; FileNotFoundError where there is none."""
+    """The tokenizer in the checkpoint's folder; FileNotFoundError where there is none."""
     if checkpoint.tokenizer_path is None:
         raise FileNotFoundError(f"no tokenizer.model beside {checkpoint.path}: pass tokenizer_path (--tokenizer)")
     return Path(checkpoint.tokenizer_path)

@@ -1,4 +1,4 @@
-"""What writers read from: an opened checkpoint in the type that is asked for, and what is written beside weights."""
+"""What writers read from: an opened checkpoint in the type that is asked for, and its tokenizer."""
 
 import logging
 import math
@@ -76,14 +76,13 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
     """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
     path = checkpoint.tokenizer_path
+    vocabulary = read_vocabulary(path) if to_bin else None
     if path is None:
-        logger.warning("%s: no tokenizer beside it, so none is written", checkpoint.path)
+        logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
+    elif vocabulary is not None:
+        (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
     elif to_bin and path.suffix == ".model":
-        vocabulary = read_vocabulary(path)
-        if vocabulary is None:
-            logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
-        else:
-            (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
+        logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
     else:
         shutil.copyfile(path, folder / path.name)
 
