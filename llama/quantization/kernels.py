@@ -112,7 +112,7 @@ class Int4:
     """4 bits a weight, on a CPU in torch's layout for this processor; on CUDA in that of its tensor-core kernel."""
 
     FEW = 64
-    BLOCK = 8  # blocks of 64 rows that are unpacked at once
+    ROWS = 512  # rows of the weight that are unpacked at once
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         n, k = codes.shape[0], 2 * codes.shape[1]
@@ -135,52 +135,58 @@ class Int4:
         elif len(rows) <= self.FEW:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._scales)
         else:
-            y = torch.cat([self._many(rows, first) for first in range(0, self._blocks, self.BLOCK)], -1)
+            y = torch.cat([self._many(rows, first) for first in range(0, self._scales.shape[1], self.ROWS)], -1)
         return y[:, : self.shape[0]].reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
-    @property
-    def _blocks(self) -> int:
-        return self._scales.shape[1] // INT4_ROWS
-
     def _unpack(self, first: int) -> Tensor:
-        """Blocks of 64 output rows from `first`, transposed: bfloat16 (k, blocks * 64), in the layout's order.
+        """ROWS output rows from `first`, transposed: bfloat16 (k, rows), in the layout's order.
 
-        Long rows of equal scales first: torch's loops over 64 values would take twice the time.
+        Long rows of equal scales first: torch's loops over one block would take twice the time.
         """
-        codes = self._codes.view(self._blocks, self.shape[1], INT4_ROWS // 2)[first : first + self.BLOCK]
-        codes = codes.transpose(0, 1)  # (k, blocks, 32)
-        values = torch.stack([codes & 15, codes >> 4], 2).view(self.shape[1], -1).to(torch.bfloat16).sub_(8)
-        grouped = values.view(-1, self._group, values.shape[1])  # (groups, group, blocks * 64)
-        scales = self._scales.view(-1, self._blocks, INT4_ROWS, 2)[:, first : first + self.BLOCK, int4_order()]
-        scale, middle = scales.flatten(1, 2).permute(2, 0, 1).unsqueeze(2).contiguous()  # (groups, 1, blocks * 64) each
+        block, k = len(int4_order()), self.shape[1]
+        these = slice(first // block, (first + self.ROWS) // block)
+        codes = self._codes.view(-1, k, block // 2)[these].transpose(0, 1)  # (k, blocks, block / 2)
+        values = torch.stack([codes & 15, codes >> 4], 2).view(k, -1).to(torch.bfloat16).sub_(8)  # (k, rows)
+        grouped = values.view(-1, self._group, values.shape[1])  # (groups, group, rows)
+        scales = self._scales.view(len(grouped), -1, block, 2)[:, these, int4_order()]  # (groups, blocks, block, 2)
+        scale, middle = scales.flatten(1, 2).permute(2, 0, 1).unsqueeze(2).contiguous()  # (groups, 1, rows) each
         return torch.addcmul(middle, grouped, scale).view(values.shape)
 
     def _ordered(self, y: Tensor) -> Tensor:
-        """The last axis, blocks * 64 in the layout's order, in that of the weight's rows."""
-        return y.view(*y.shape[:-1], -1, INT4_ROWS)[..., int4_order().argsort()].flatten(-2)
+        """The last axis, rows in the layout's order, in that of the weight."""
+        return y.view(*y.shape[:-1], -1, len(int4_order()))[..., int4_order().argsort()].flatten(-2)
 
     def _many(self, rows: Tensor, first: int) -> Tensor:
-        return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, blocks * 64)
+        return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, rows)
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
-        parts = [self._ordered(self._unpack(first)) for first in range(0, self._blocks, self.BLOCK)]
+        parts = [self._ordered(self._unpack(first)) for first in range(0, self._scales.shape[1], self.ROWS)]
         return torch.cat(parts, -1).T[: self.shape[0]].float().contiguous()
 
 
 @functools.cache
 def int4_order() -> Tensor:
-    """Which of a block's 64 rows each nibble of torch's CPU layout holds, low nibbles first: (64,).
+    """Which of a block's rows each nibble of torch's CPU layout holds, low nibbles first: (block,).
 
-    The layout follows the processor and is documented nowhere, so row numbers are packed, four bits at a time.
+    The layout is documented nowhere and follows the processor: blocks of 64 rows with AVX-512, of 32 with AVX2. So
+    row numbers are packed, four bits at a time; the block size is the one with which each of them comes back once.
     """
-    numbers = torch.arange(INT4_ROWS, dtype=torch.int32)[:, None].expand(-1, 32)
-    order = torch.zeros(INT4_ROWS, dtype=torch.long)
-    for shift in (0, 4):
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((numbers >> shift & 15).contiguous(), 2)
-        first = packed.view(32, INT4_ROWS // 2)[0]  # those of one column
-        order += torch.cat([first & 15, first >> 4]).long() << shift
-    return order
+    numbers = torch.arange(INT4_ROWS, dtype=torch.int32)[:, None].expand(-1, 32)  # (64, columns)
+    halves = [
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu((numbers >> shift & 15).contiguous(), 2) for shift in (0, 4)
+    ]
+    for block in (64, 32, 16):
+        low, high = (nibbles_of_column(half.view(-1, 32, block // 2)[:, 0]) for half in halves)  # (64 / block, block)
+        order = low + 16 * high
+        if order.flatten().sort().values.equal(torch.arange(INT4_ROWS)):
+            return order[0]
+    raise RuntimeError("torch packs int4 weights in an order that this version of llama does not know: take int8")
+
+
+def nibbles_of_column(packed: Tensor) -> Tensor:
+    """One column of packed blocks (blocks, block / 2) as numbers (blocks, block), low nibbles first."""
+    return torch.cat([packed & 15, packed >> 4], -1).long()
 
 
 class DynamicInt8:
