@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..model import ModelArgs, Transformer
-from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
+from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized
 from .containers import read_head, read_pth, wrong
 from .formats import foreign, open_hf, open_llama2c, open_meta, open_training
 from .memory import check_memory, memory_estimate
@@ -112,8 +112,7 @@ def load(
         for layer_name, layer in linear_layers(model) if scheme else ():
             name = f"{layer_name}.weight"
             weight = parameters.pop(name)
-            layer.packed = _pack_one(name, checkpoint, rank, world, str(scheme), device)
-            layer.register_parameter("weight", None)
+            layer.set_packed(_pack_one(name, checkpoint, rank, world, str(scheme), device))
             bar.update(weight.numel() * weight.itemsize)
         checkpoint.taken = True
         for parameter in _in_threads(lambda item: _load_one(*item, checkpoint, rank, world), parameters.items()):
@@ -136,7 +135,7 @@ def _pack_one(
     try:
         if checkpoint.entries[name].scheme:
             codes, scales = checkpoint.codes(name, rank, world)
-            return pack_codes(codes.to(device=device), scales.to(device=device), scheme)
+            return pack_quantized(codes.to(device=device), scales.to(device=device), scheme)
         return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None

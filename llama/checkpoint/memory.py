@@ -9,6 +9,7 @@ import torch
 
 from .. import model
 from ..errors import LlamaError
+from ..quantization import SCHEMES
 
 
 class Memory(NamedTuple):
@@ -38,9 +39,6 @@ def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
     return int((params["n_layers"] * layer + 2 * params["vocab_size"] * dim) // ranks + norms)
 
 
-BYTES_A_WEIGHT = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}  # scales included; rows are long
-
-
 def memory_estimate(
     params: Mapping[str, Any],
     max_seq_len: int,
@@ -49,13 +47,14 @@ def memory_estimate(
     dtype: torch.dtype,
     scheme: str | None = None,
 ) -> Memory:
-    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `form` is
-    how the layers' weights are quantized.
+    """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `scheme`
+    is how the layers' weights are quantized.
     """
     kv_heads = params.get("n_kv_heads") or params["n_heads"]
     row = 2 * max_batch_size * max_seq_len * kv_heads * (params["dim"] // params["n_heads"])
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    saved = int((count - embedding) * (dtype.itemsize - BYTES_A_WEIGHT.get(scheme or "", dtype.itemsize)))
+    per_weight = SCHEMES[scheme].bytes_per_weight if scheme else dtype.itemsize
+    saved = int((count - embedding) * (dtype.itemsize - per_weight))
     return Memory(count * dtype.itemsize - saved, row * dtype.itemsize * params["n_layers"] // ranks)
 
 
@@ -104,7 +103,7 @@ def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    name = scheme if scheme in BYTES_A_WEIGHT else str(dtype).removeprefix("torch.")
+    name = scheme or str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
         f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "

@@ -374,7 +374,7 @@ def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, tria
                 "spread": speed.spread,
             }
         )
-    compiled = generator.decoder.seconds if generator.decoder else 0.0
+    compiled = generator.decoder.compile_seconds if generator.decoder else 0.0
     return {
         "batches": rows,
         "read_bytes_s": reading,
