@@ -43,7 +43,7 @@ def check_list(name: str, value: Any, items: str) -> list[Any]:
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:
-    """A list of integers from anything that holds some; NumPy's and torch's integers are good. The range is not checked."""
+    """A list of integers from anything that holds some, NumPy's and torch's too. Their range is not checked."""
     ids = check_list(name, value, "token ids")
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not _is_integer(token):
