@@ -162,7 +162,7 @@ def _count(args: Any, name: str, value: int) -> int:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a static cache of keys and values, cut over the ranks by heads.
+    """Grouped-query attention over a static cache of keys and values, sharded over the ranks by heads.
 
     `cache_k`, `cache_v` (max_batch_size, max_seq_len, g, k) are plain tensors in the model's dtype: absent from
     `state_dict`, free to be moved or replaced. `qkv`, where compiled.py sets it, stands in for wq, wk and wv together.
@@ -295,7 +295,7 @@ def ffn_width(hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | Non
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) * w3 x) (SwiGLU), `ffn_dim` wide, by default as published from 4 * dim (facts: sizes).
+    """w2(silu(w1 x) * w3 x) (SwiGLU), `width` wide, by default as published from 4 * dim (facts: sizes).
 
     `w13`, where compiled.py sets it, stands in for w1 and w3 together.
     """
@@ -303,16 +303,10 @@ class FeedForward(nn.Module):
     w13: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        multiple_of: int,
-        ffn_dim_multiplier: float | None,
-        *,
-        ffn_dim: int | None = None,
+        self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None, *, width: int | None = None
     ) -> None:
         super().__init__()
-        hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier, ffn_dim)
+        hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier, width)
         self.w1 = ColumnParallelLinear(dim, hidden_dim)
         self.w2 = RowParallelLinear(hidden_dim, dim)
         self.w3 = ColumnParallelLinear(dim, hidden_dim)
@@ -332,10 +326,8 @@ class TransformerBlock(nn.Module):
         self.dim = args.dim
         self.head_dim = args.dim // _count(args, "n_heads", args.n_heads)
         self.attention = Attention(args)
-        explicit = getattr(args, "ffn_dim", None)  # published settings objects have no such field
-        self.feed_forward = FeedForward(
-            args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier, ffn_dim=explicit
-        )
+        width = getattr(args, "ffn_dim", None)  # published settings objects have no such field
+        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier, width=width)
         self.layer_id = layer_id
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)

@@ -17,6 +17,7 @@ from llama.checkpoint.checkpoint import halves_to_pairs, pairs_to_halves
 from llama.checkpoint.memory import check_memory, free_memory, memory_estimate
 from llama.checkpoint.meta import width_settings
 from llama.checkpoint.table import all_names, hf_name
+from llama.cli.convert import convert
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer, ffn_width
 
@@ -364,7 +365,7 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
     assert model.norm.weight.data_ptr() == before
 
 
-@pytest.mark.parametrize("key", ["use_scaled_rope", "w_lora", "dimm"])
+@pytest.mark.parametrize("key", ["use_scaled_rope", "w_lora", "dimm", "ffn_dim"])
 def test_unknown_settings_are_named(tmp_path: Path, key: str) -> None:
     files.write_meta(tmp_path, files.weights(), {**files.GQA, key: True})
     with pytest.raises(LlamaError, match=f"unknown key '{key}'"):
@@ -399,6 +400,19 @@ def test_ffn_width_of_the_known_models(dim: int, width: int) -> None:
 def test_any_ffn_width_can_be_expressed() -> None:
     for width in range(1, 700, 7):
         assert ffn_width(4 * 64, **width_settings(64, width)) == width
+
+
+@pytest.mark.parametrize("width", [1, 48, 85, 88, 100, 256])
+def test_a_width_that_a_file_gives(tmp_path: Path, width: int) -> None:
+    """Hugging Face's and llama2.c's files name the FFN's width, which no rule has to give; params.json says it, too."""
+    params = {**files.GQA, "multiple_of": width, "ffn_dim_multiplier": width / 85}  # 85: two thirds of 4 * 32
+    weights = files.weights(params)
+    checkpoint = open_checkpoint(files.write_hf(tmp_path / "hf", weights, params))
+    assert checkpoint.params["ffn_dim"] == width == build(checkpoint).layers[0].feed_forward.w1.out_features
+    loaded(tmp_path / "hf")
+    convert(str(tmp_path / "hf"), str(tmp_path / "meta"), "meta")
+    equal(open_checkpoint(tmp_path / "meta"), weights)
+    assert "ffn_dim" not in json.loads((tmp_path / "meta" / "params.json").read_text())
 
 
 def test_memory_estimate_is_that_of_facts() -> None:

@@ -213,7 +213,7 @@ def test_a_file_that_the_index_names(hf: Path) -> None:
 def test_an_index_that_points_outside(hf: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../../etc/passwd"}}
     (hf / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(LlamaError, match="names of files beside it"):
+    with pytest.raises(LlamaError, match="names of files in the same folder"):
         open_checkpoint(hf)
 
 

@@ -1,7 +1,7 @@
 """compile=True: the eager tokens, one compilation for each number of rows, and what happens where none can be had.
 
 Torch's own compiler takes some ten seconds for each number of rows. So by default it makes one step, of one row; what
-this library adds (rows, reach, refilling, how often is compiled) is tested with a backend that runs what was traced.
+this library adds (rows, kv_len, refilling, how often is compiled) is tested with a backend that runs what was traced.
 """
 
 import contextlib
@@ -25,9 +25,8 @@ from helpers import GOLDEN, ROOT, near, random_ids
 from torch import Tensor
 
 from llama import Llama, LlamaError
-from llama import quantization as quantize
 from llama.chat import encode_dialog
-from llama.quantization import SCHEMES
+from llama.quantization import SCHEMES, PrepackedWeight
 from llama.serving.conversation import Conversation
 
 PARAMS: dict[str, Any] = {"dim": 64, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 360}
@@ -75,9 +74,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def packing_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the matrices of a tiny model are reordered."""
-    monkeypatch.setattr(quantize.Plain, "SMALL", 0)
+def prepack_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the matrices of a tiny model are prepacked."""
+    monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:
@@ -104,7 +103,7 @@ def same(found: Any, wanted: Any) -> None:
         near(ours, theirs, 1e-4)
 
 
-# ------------------------------------------------------------------------------ rows, reach and counting
+# ------------------------------------------------------------------------------ rows, kv_len and counting
 
 
 SLOW = pytest.mark.slow
@@ -114,7 +113,7 @@ WINDOWS = [(40, 3), (130, 1), *(pytest.param(window, 3, marks=SLOW) for window i
 
 
 @pytest.mark.parametrize(("window", "rows"), WINDOWS)
-def test_any_window_to_its_end(build: Build, graphs: list[int], packing_all: None, window: int, rows: int) -> None:
+def test_any_window_to_its_end(build: Build, graphs: list[int], prepack_all: None, window: int, rows: int) -> None:
     """Below, at and above the 64 positions of a bucket; three rows, which are no power of two."""
     eager, static = build(window, rows), build(window, rows, compile=True)
     steps = count_rows(static)
@@ -132,7 +131,7 @@ def test_compilations_do_not_grow_with_the_steps(build: Build, graphs: list[int]
     move in; long ones; one alone. Tokens and log-probabilities are the eager ones.
     """
     eager, static = build(200, 8), build(200, 8, compile=True)
-    for attention in static.model.attentions():  # as a broken text may have left it
+    for attention in static.model.attentions():  # as a text with NaN may have left it
         attention.cache_k.fill_(float("nan"))
         attention.cache_v.fill_(float("nan"))
     steps = count_rows(static)
@@ -147,7 +146,7 @@ def test_compilations_do_not_grow_with_the_steps(build: Build, graphs: list[int]
     assert sorted(graphs) == [1, 2, 4, 8]
 
 
-def test_models_beside_each_other(build: Build, graphs: list[int], packing_all: None) -> None:
+def test_models_beside_each_other(build: Build, graphs: list[int], prepack_all: None) -> None:
     """Each has its own step, though the code is one; a step first made in inference mode works outside of it."""
     eager, first, second = build(), build(compile=True), build(compile=True, dtype="bfloat16")
     with torch.inference_mode():
@@ -163,18 +162,18 @@ def test_models_beside_each_other(build: Build, graphs: list[int], packing_all: 
     assert len(graphs) == 2
 
 
-def test_the_weights_are_gone_with_the_model(build: Build, graphs: list[int], packing_all: None, folder: Path) -> None:
+def test_the_weights_are_gone_with_the_model(build: Build, graphs: list[int], prepack_all: None, folder: Path) -> None:
     generator = Llama.build(str(folder), None, 64, 1, device="cpu", compile=True)
     generator.generate(prompts_of(3), 4)
     attention = generator.model.layers[0].attention
-    watched = [weakref.ref(thing) for thing in (generator.model, attention.qkv.packed, attention.cache_k)]
+    freed = [weakref.ref(thing) for thing in (generator.model, attention.qkv.packed, attention.cache_k)]
     generator.close()
     del generator, attention
     gc.collect()
-    assert [reference() for reference in watched] == [None] * 3
+    assert [reference() for reference in freed] == [None] * 3
 
 
-def test_a_broken_weight_is_noticed(build: Build, graphs: list[int]) -> None:
+def test_a_non_finite_weight_is_noticed(build: Build, graphs: list[int]) -> None:
     static = build(compile=True)
     with torch.no_grad():
         static.model.norm.weight[3] = float("nan")
@@ -196,7 +195,7 @@ def test_norms_changed_in_place_are_seen(build: Build, graphs: list[int]) -> Non
 # ------------------------------------------------------------------------------------------ hooks
 
 
-def test_a_hook_brings_back_the_published_schedule(build: Build, graphs: list[int], packing_all: None) -> None:
+def test_a_hook_brings_back_the_published_schedule(build: Build, graphs: list[int], prepack_all: None) -> None:
     eager, static = build(), build(compile=True)
     prompts = prompts_of(3, 9)
     wanted = eager.generate(prompts, 12, temperature=0, logprobs=True)
@@ -210,7 +209,7 @@ def test_a_hook_brings_back_the_published_schedule(build: Build, graphs: list[in
     assert len(steps) == 11 and len(calls) == 18
 
 
-def test_which_layers_are_taken_over(build: Build, graphs: list[int], packing_all: None) -> None:
+def test_which_layers_are_prepacked(build: Build, graphs: list[int], prepack_all: None) -> None:
     """All but the embedding; wq, wk, wv, w1 and w3 are silent from then on, the others are called."""
     eager, static = build(), build(compile=True)
     plain = dict(eager.model.named_parameters())
@@ -241,7 +240,7 @@ def test_small_matrices_stay_as_they_are(build: Build, graphs: list[int]) -> Non
 
 
 def test_no_compiler(
-    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, packing_all: None
+    build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, prepack_all: None
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
@@ -284,10 +283,12 @@ def test_a_compiler_that_fails(build: Build, monkeypatch: pytest.MonkeyPatch, ca
 # --------------------------------------------------------------------------------- with quantized weights
 
 
-@pytest.mark.parametrize("kind", ["int4", *(pytest.param(kind, marks=SLOW) for kind in SCHEMES if kind != "int4")])
-def test_quantized_and_compiled(build: Build, graphs: list[int], kind: str) -> None:
+@pytest.mark.parametrize(
+    "scheme", ["int4", *(pytest.param(scheme, marks=SLOW) for scheme in SCHEMES if scheme != "int4")]
+)
+def test_quantized_and_compiled(build: Build, graphs: list[int], scheme: str) -> None:
     """The kernels are the same, called from the traced step; int8-dynamic's own rounding may turn a close choice."""
-    eager, static = build(quantize=kind), build(quantize=kind, compile=True)
+    eager, static = build(quantize=scheme), build(quantize=scheme, compile=True)
     prompts = prompts_of(5)
     wanted = eager.generate(prompts, 20, temperature=0, logprobs=True)
     found = static.generate(prompts, 20, temperature=0, logprobs=True)
@@ -295,7 +296,7 @@ def test_quantized_and_compiled(build: Build, graphs: list[int], kind: str) -> N
     assert found[0] == wanted[0]
     near(found[1][0], wanted[1][0], 0.1)
     assert {type(module.packed).__name__ for module in static.model.modules() if getattr(module, "packed", None)} == {
-        "_Opaque"
+        "OperatorWeight"
     }
 
 
@@ -313,16 +314,16 @@ def compilations() -> int:
 
 
 def test_compiled_tokens_are_eager_ones(real: tuple[Llama, Llama]) -> None:
-    """Over all reaches of the cache, refilled one prompt after another, for one compilation."""
+    """Over all lengths of the cache, refilled one prompt after another, for one compilation."""
     eager, static = real
-    assert static.decoder is not None and static.decoder.seconds == 0
+    assert static.decoder is not None and static.decoder.compile_seconds == 0
     before = compilations()
     for lengths, length in (((5,), None), ((100, 3, 64, 65, 1), 60)):
         prompts = prompts_of(*lengths)
         wanted = eager.generate(prompts, length, temperature=0, logprobs=True)
         same(static.generate(prompts, length, temperature=0, logprobs=True), wanted)
     assert compilations() == before + 1
-    assert 0.1 < static.decoder.seconds < 300
+    assert 0.1 < static.decoder.compile_seconds < 300
 
 
 def test_compiled_texts_are_eager_ones(real: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +351,7 @@ def test_compiled_texts_are_eager_ones(real: tuple[Llama, Llama], monkeypatch: p
     assert texts[0] == texts[1]
 
 
-def test_compiled_then_watched(real: tuple[Llama, Llama]) -> None:
+def test_compiled_then_hooked(real: tuple[Llama, Llama]) -> None:
     eager, static = real
     wanted = eager.generate(prompts_of(7), 20, temperature=0, logprobs=True)
     handle = static.model.norm.register_forward_hook(lambda *args: None)
@@ -361,7 +362,7 @@ def test_compiled_then_watched(real: tuple[Llama, Llama]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [50, 64, 200])
-def test_compiled_mixed_batches(build: Build, packing_all: None, window: int) -> None:
+def test_compiled_mixed_batches(build: Build, prepack_all: None, window: int) -> None:
     eager, static = build(window, 6), build(window, 6, compile=True)
     before, steps = compilations(), count_rows(static)
     for lengths in ([1 + i % 7 for i in range(40)], (window - 1, window // 2, 1), (9,), (3, 4)):
@@ -373,7 +374,7 @@ def test_compiled_mixed_batches(build: Build, packing_all: None, window: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_compiled_in_half_the_bytes(build: Build, packing_all: None, dtype: str) -> None:
+def test_compiled_in_half_the_bytes(build: Build, prepack_all: None, dtype: str) -> None:
     """Near the eager log-probabilities: sums are rounded elsewhere."""
     eager, static = build(dtype=dtype), build(dtype=dtype, compile=True)
     prompt = prompts_of(60)
@@ -387,9 +388,9 @@ def test_compiled_in_half_the_bytes(build: Build, packing_all: None, dtype: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SCHEMES)
-def test_compiled_and_quantized(build: Build, kind: str) -> None:
-    eager, static = build(quantize=kind), build(quantize=kind, compile=True)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compiled_and_quantized(build: Build, scheme: str) -> None:
+    eager, static = build(quantize=scheme), build(quantize=scheme, compile=True)
     wanted = eager.generate(prompts_of(5), 40, temperature=0, logprobs=True)
     found = static.generate(prompts_of(5), 40, temperature=0, logprobs=True)
     assert found[0] == wanted[0]
@@ -399,12 +400,11 @@ def test_compiled_and_quantized(build: Build, kind: str) -> None:
 ON_RANKS = """
 import json, os, sys
 from helpers import build_golden
-from llama import quantization as quantize
 prompts, found = [[1, 20, 30, 40], [1, 50, 60, 70, 80], [1, 7]] * 2, {}
-for kind in (None, "int8"):
+for scheme in (None, "int8"):
     for compile in (False, True):
-        with build_golden(quantize=kind, compile=compile, timeout=60) as generator:
-            found[f"{kind} {compile}"] = generator.generate(prompts, 12, temperature=0)[0]
+        with build_golden(quantize=scheme, compile=compile, timeout=60) as generator:
+            found[f"{scheme} {compile}"] = generator.generate(prompts, 12, temperature=0)[0]
 json.dump(found, open(sys.argv[1] + os.environ["RANK"], "w"))
 """
 

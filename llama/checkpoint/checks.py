@@ -181,7 +181,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}
     for name in wanted:
         if name in found and found[name].dtype not in FLOATS:
-            kinds = "float32, bfloat16 or float16, or scales beside it as convert --quantize writes them"
+            kinds = "float32, bfloat16 or float16, or scales with it as convert --quantize writes them"
             raise format_error(path, f"{name} is {found[name].dtype}", kinds)
     try:
         check_shapes(path, {name: weight.shape for name, weight in found.items()}, wanted)

@@ -67,14 +67,13 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
     """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
     path = checkpoint.tokenizer_path
+    vocabulary = read_vocabulary(path) if to_bin else None
     if path is None:
-        logger.warning("%s: no tokenizer.model beside it, so none is written", checkpoint.path)
+        logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
+    elif vocabulary is not None:
+        (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
     elif to_bin and path.suffix == ".model":
-        vocabulary = read_vocabulary(path)
-        if vocabulary is None:
-            logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
-        else:
-            (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
+        logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
     else:
         shutil.copyfile(path, folder / path.name)
 

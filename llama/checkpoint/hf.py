@@ -173,7 +173,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     names = sorted({str(name) for name in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise format_error(index, f"the file name {outside[0]!r:.80}", "names of files beside it")
+        raise format_error(index, f"the file name {outside[0]!r:.80}", "names of files in the same folder")
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise FileNotFoundError(f"{folder.absolute()}: {index.name} names {first_few(missing)}, which is missing")

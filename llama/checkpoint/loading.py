@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..model import ModelArgs, Transformer
-from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
+from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
@@ -186,7 +186,7 @@ def _packed(
     try:
         stored = checkpoint.quantized_shard(name, rank, world)
         if stored is not None:
-            return pack_codes(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
+            return pack_quantized(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
         return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
@@ -259,7 +259,7 @@ def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
 
 
 def find_tokenizer(checkpoint: Checkpoint) -> Path:
-    """The tokenizer beside the checkpoint; FileNotFoundError where there is none."""
+    """The tokenizer in the checkpoint's folder; FileNotFoundError where there is none."""
     if checkpoint.tokenizer_path is None:
         raise FileNotFoundError(f"no tokenizer.model beside {checkpoint.path}: pass tokenizer_path (--tokenizer)")
     return Path(checkpoint.tokenizer_path)

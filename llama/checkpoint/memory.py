@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import LlamaError
+from ..quantization import SCHEMES
 from .table import TABLE, sizes
 
 
@@ -34,9 +35,6 @@ def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
     return count
 
 
-BYTES_PER_WEIGHT = {"int8": 1.0, "int8-dynamic": 1.0, "int4": 0.5625}  # scales included; rows are long
-
-
 def memory_estimate(
     params: Mapping[str, Any],
     max_seq_len: int,
@@ -50,7 +48,8 @@ def memory_estimate(
     """
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    saved = int((count - embedding) * (dtype.itemsize - BYTES_PER_WEIGHT.get(scheme or "", dtype.itemsize)))
+    per_weight = SCHEMES[scheme].bytes_per_weight if scheme else dtype.itemsize
+    saved = int((count - embedding) * (dtype.itemsize - per_weight))
     return Memory(count * dtype.itemsize - saved, kv_values * dtype.itemsize // ranks)
 
 
@@ -99,7 +98,7 @@ def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    name = scheme if scheme in BYTES_PER_WEIGHT else str(dtype).removeprefix("torch.")
+    name = scheme or str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
         f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "

@@ -119,7 +119,7 @@ def _quantized_weights(folder: Path, shards: list[dict[str, Tensor]]) -> dict[st
         codec = next((codec for codec in META_CODECS if qvalues is not None and codec.fits(qvalues, scales)), None)
         if qvalues is None or codec is None or not split_known([name])[0]:
             what = "nothing" if qvalues is None else f"{qvalues.dtype} {tuple(qvalues.shape)}"
-            mismatch = f"{name}: scales {scales.dtype} {tuple(scales.shape)} beside {what}"
+            mismatch = f"{name}: scales {scales.dtype} {tuple(scales.shape)} with {what}"
             raise format_error(folder, mismatch, "int8 or int4 as convert --quantize writes")
         found[name] = codec(qvalues, scales)
     if len({type(codec) for codec in found.values()}) > 1:
@@ -183,6 +183,6 @@ def width_settings(dim: int, width: int) -> dict[str, Any]:
             if ffn_width(4 * dim, multiple_of, multiplier) == width:
                 return {"multiple_of": multiple_of, "ffn_dim_multiplier": multiplier}
     # The rule rounds up to a multiple of the width itself: anything from 1 to the width gives just that. Where two
-    # thirds of 4 dim are more, a multiplier brings them there (a product that is cut to width - 1 is rounded up, too).
+    # thirds of 4 dim are more, a multiplier scales them down (truncated to width - 1, they are rounded up again).
     unrounded = ffn_width(4 * dim, 1, None)
     return {"multiple_of": width, "ffn_dim_multiplier": None if unrounded <= width else width / unrounded}

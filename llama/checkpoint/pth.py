@@ -32,39 +32,39 @@ def read_pth(path: Path) -> tuple[Any, bool]:
 
 
 def _check_zip(path: Path, expected: str) -> None:
-    """torch.load trusts the archive's directory and checks no sum: a damaged one would give other weights, silently.
+    """torch.load trusts the archive's directory and verifies no checksum: a damaged one would give other weights.
 
-    A compressed entry could unfold to any size. The weights themselves are not read here.
+    A compressed member could unfold to any size. The weights themselves are not read here.
     """
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            entries = archive.infolist()
-            total = sum(entry.file_size for entry in entries)
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or total > size:
-                found = f"entries that unfold to {total} bytes"
+            members = archive.infolist()
+            total = sum(member.file_size for member in members)
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members) or total > size:
+                found = f"members that unfold to {total} bytes"
                 raise format_error(path, found, f"{expected}, which is not compressed")
-            for entry in entries:
-                _check_zip_entry(file, entry)
-                if entry.filename.endswith("data.pkl") and entry.CRC:  # 0: saved without sums
-                    archive.read(entry)
+            for member in members:
+                _check_zip_member(file, member)
+                if member.filename.endswith("data.pkl") and member.CRC:  # 0: saved without sums
+                    archive.read(member)
     except LlamaError:
         raise
     except Exception as error:  # (zipfile, too, meets a damaged archive in a dozen exception classes)
         raise format_error(path, f"a damaged or truncated archive of {size} bytes ({error})", expected) from error
 
 
-def _check_zip_entry(file: BinaryIO, entry: zipfile.ZipInfo) -> None:
-    """The entry's own header has to say what the directory says, and its data to end where a next header begins."""
-    file.seek(entry.header_offset)
+def _check_zip_member(file: BinaryIO, member: zipfile.ZipInfo) -> None:
+    """The member's own header has to say what the directory says, and its data to end where a next header begins."""
+    file.seek(member.header_offset)
     header = file.read(30)
     name_length, extra_length = struct.unpack("<HH", header[26:30])
-    name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
+    name = member.orig_filename.encode("utf-8" if member.flag_bits & 0x800 else "cp437")
     if header[:4] != b"PK\3\4" or file.read(name_length) != name:
-        raise zipfile.BadZipFile(f"{entry.filename!r} is not where the directory says")
-    file.seek(entry.header_offset + 30 + name_length + extra_length + entry.file_size)
+        raise zipfile.BadZipFile(f"{member.filename!r} is not where the directory says")
+    file.seek(member.header_offset + 30 + name_length + extra_length + member.file_size)
     if file.read(2) != b"PK":
-        raise zipfile.BadZipFile(f"{entry.filename!r} does not end where its size says")
+        raise zipfile.BadZipFile(f"{member.filename!r} does not end where its size says")
 
 
 def _reason(error: Exception) -> str:

@@ -3,9 +3,10 @@
 Every figure is the median of several trials. The limits are measured in the same run: the rate at which memory is read
 (a sum over half a gigabyte; on CUDA a copy) and the rate of a large matrix product in the same dtype. A decode step
 must read every weight but the embedding once, and each row's cache up to its position; a prefill must do two operations
-a weight and token, and the attention's products.
+per weight and token, and the attention's products.
 """
 
+import contextlib
 import functools
 import json
 import resource
@@ -13,11 +14,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from ..engine.compiled import compile_model
 from ..errors import LlamaError
 from ..generation import Llama
 from ..model import ModelArgs, Transformer
-from ..quantization import pack
+from ..quantization import RowSlice, pack
 
 # name: dim, layers, heads, kv heads, multiple_of, ffn_dim_multiplier (which give the usual width)
 SHAPES: dict[str, tuple[int, int, int, int, int, float | None]] = {
@@ -38,31 +38,22 @@ SHAPES: dict[str, tuple[int, int, int, int, int, float | None]] = {
     "1b": (2048, 22, 32, 4, 256, None),
     "7b": (4096, 32, 32, 32, 256, None),
     "13b": (5120, 40, 40, 40, 256, None),
-    "70b-of-8": (8192, 80, 64, 8, 4096, 1.3),  # one rank's share, without the ranks' talk
+    "70b-of-8": (8192, 80, 64, 8, 4096, 1.3),  # one rank's shard, without communication
 }
-VOCABULARY = 32000
+VOCAB_SIZE = 32000
 
 
 class NoTokenizer:
-    """Enough of a tokenizer for `generate` to run to the end of its length."""
+    """Enough of a tokenizer for `generate`, without a stop token: every row runs to its full length."""
 
     eos_id = None
 
 
-@dataclass(frozen=True)
-class Speed:
-    """One batch's figures, seconds: the prompts until every row has its first token, and one decode step after it."""
+class Times(NamedTuple):
+    """Seconds until all rows have their first token, and seconds per decode step after it."""
 
-    batch: int
-    prompt: int
     prefill: float
     step: float
-    spread: float  # of `step` over the trials, largest over smallest
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of decoding, all rows together."""
-        return self.batch / self.step
 
 
 # ------------------------------------------------------------------------------------------- a model
@@ -77,40 +68,32 @@ def random_model(
     scheme: str | None = None,
     compile: bool = False,
 ) -> Llama:
-    """A generator with random weights of a named shape, made on the device. The caller has a process group up."""
+    """A generator with random weights of a named shape, made on the device."""
     if shape not in SHAPES:
         raise LlamaError(f"shape={shape!r} must be one of {', '.join(SHAPES)}")
-    dim, layers, heads, kv_heads, multiple_of, multiplier = SHAPES[shape]
-    args = ModelArgs(
-        dim, layers, heads, kv_heads, VOCABULARY, multiple_of, multiplier, 1e-5, max_batch_size, max_seq_len
-    )
+    args = ModelArgs(*SHAPES[shape][:4], VOCAB_SIZE, *SHAPES[shape][4:], 1e-5, max_batch_size, max_seq_len)
     ranks = 8 if shape == "70b-of-8" else parallel.world_size()
     check_memory(args, device, dtype, ranks, scheme)
-    with defaults(
-        torch.device("cpu") if scheme else device, dtype
-    ):  # as in `build`: what will be packed is never touched
+    with defaults(torch.device("cpu") if scheme else device, dtype):  # as `build`: what will be packed is not touched
         with parallel.shard_as(ranks):
             model = Transformer(args)
-        model.tok_embeddings = parallel.ParallelEmbedding(VOCABULARY, dim)  # whole, where ranks are pretended
-    with torch.no_grad():
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                values = torch.ones_like(parameter) if parameter.ndim == 1 else _noise(parameter, device)
-                if scheme and hasattr(module, "packed"):
-                    module.packed = pack(values, scheme)  # type: ignore[assignment]
-                    module.register_parameter(name, None)
-                else:
-                    parameter.data = values.to(device)
-    generator = Llama(model, NoTokenizer())
-    if compile:
-        generator.decoder = compile_model(model)
-    return generator
+        if shape == "70b-of-8":  # no other ranks to gather the vectors from
+            model.tok_embeddings = parallel.ParallelEmbedding(VOCAB_SIZE, args.dim)
+    layers = dict(parallel.linear_layers(model)) if scheme else {}
+    for name, parameter in list(model.named_parameters()):
+        values = torch.ones_like(parameter, device=device) if parameter.ndim == 1 else _noise(parameter, device)
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is not None and scheme is not None:
+            layer.set_packed(pack(values, scheme))
+        else:
+            parameter.data = values
+    return Llama(model, NoTokenizer(), decoder=compile_model(model) if compile else None)
 
 
 def _noise(like: Tensor, device: torch.device) -> Tensor:
-    """Normal values of deviation 0.02; a million of them repeated, since only their number matters for speed."""
-    some = torch.randn(min(like.numel(), 1 << 20), device=device).mul_(0.02).to(like.dtype)
-    return some.repeat(-(-like.numel() // len(some)))[: like.numel()].view(like.shape)
+    """Normal values of deviation 0.02: a million of them, repeated, as only their number matters for speed."""
+    values = torch.randn(min(like.numel(), 1 << 20), device=device).mul_(0.02).to(like.dtype)
+    return values.repeat(-(-like.numel() // len(values)))[: like.numel()].view(like.shape)
 
 
 def step_bytes(model: Any, batch: int, position: int) -> int:
@@ -124,9 +107,10 @@ def step_bytes(model: Any, batch: int, position: int) -> int:
 
 
 def prefill_flops(model: Any, batch: int, prompt: int) -> int:
-    """Operations of a prefill: two a weight and token (the head: once a row), and the attention's two products."""
-    layers = parallel.linear_layers(model)
-    sizes = [layer.packed.shape if layer.packed is not None else layer.weight.shape for _, layer in layers]
+    """Operations of a prefill: two per weight and token (the head: once per row), and the attention's two products."""
+    sizes = [
+        (layer.weight if layer.packed is None else layer.packed).shape for _, layer in parallel.linear_layers(model)
+    ]
     head = 2 * sizes[-1][0] * sizes[-1][1]
     body = sum(2 * n * k for n, k in sizes) - head
     attention = 2 * prompt * prompt * model.layers[0].attention.n_local_heads * model.layers[0].attention.head_dim
@@ -155,7 +139,7 @@ def timed(work: Callable[[], object], device: torch.device, trials: int = 5) -> 
 
 
 def read_rate(device: torch.device) -> float:
-    """Bytes a second that this machine reads from memory (CUDA: reads and writes in a copy)."""
+    """Bytes per second that this machine reads from memory (CUDA: reads and writes in a copy)."""
     block = torch.ones(1 << 27, device=device)  # half a gigabyte
     if device.type == "cuda":
         other = torch.empty_like(block)
@@ -164,27 +148,31 @@ def read_rate(device: torch.device) -> float:
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large product in `dtype`."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / timed(lambda: torch.mm(a, b), device)
+    """Operations per second of a matrix product in `dtype`, the first that takes 50 ms (or is 8,192 wide)."""
+    size, seconds = 256, 0.0
+    while seconds < 0.05 and size < 8192:  # a CPU without bfloat16 instructions takes minutes where others take 50 ms
+        size *= 2
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = timed(functools.partial(torch.mm, a, b), device)
+    return 2 * size**3 / seconds
 
 
 def matrices_alone(model: Any, product: Callable[[Any, Tensor], Tensor] | None = None) -> float:
-    """Seconds in which one row goes through all the model's matrices and nothing else; as the layers do it."""
+    """Seconds in which one row goes through all the model's matrices and nothing else, by `product` or the layers."""
     like = model.tok_embeddings.weight
-    work: dict[int, tuple[Callable[[Tensor], Tensor], Tensor]] = {}
+    work: dict[Any, tuple[Callable[[Tensor], Tensor], Tensor]] = {}  # by what multiplies: wq, wk and wv may be fused
     for _, layer in parallel.linear_layers(model):
-        multiply: Any = functools.partial(product, layer) if product else layer
-        if layer.packed is not None and product is None:
-            multiply = getattr(layer.packed, "whole", layer.packed)  # wq, wk and wv may be one
-        width = layer.weight.shape[1] if layer.packed is None else layer.packed.shape[1]
-        work[id(multiply)] = multiply, torch.randn(1, width, device=like.device).to(like.dtype)
+        packed = layer.packed.whole if isinstance(layer.packed, RowSlice) else layer.packed
+        shape = layer.weight.shape if packed is None else packed.shape
+        multiply: Any = layer if packed is None else packed
+        if product is not None:
+            multiply = functools.partial(product, layer)
+        work[multiply] = multiply, torch.randn(1, shape[1], device=like.device).to(like.dtype)
     return timed(lambda: [multiply(x) for multiply, x in work.values()], like.device, trials=7)
 
 
-def one_trial(generator: Llama, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
-    """Seconds until all rows have their first token, and seconds a step from then on."""
+def one_trial(generator: Llama, batch: int, prompt: int, tokens: int) -> Times:
+    """The times of one run of `batch` random prompts of one length, greedily."""
     vocab = generator.model.params.vocab_size
     prompts = torch.randint(3, vocab, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
     begin = time.perf_counter()
@@ -192,28 +180,27 @@ def one_trial(generator: Llama, batch: int, prompt: int, tokens: int) -> tuple[f
     for count, _ in enumerate(generator.stream(prompts, tokens, temperature=0), 1):
         if count == batch:
             first = time.perf_counter()
-    return first - begin, (time.perf_counter() - first) / (tokens - 1)
+    return Times(first - begin, (time.perf_counter() - first) / (tokens - 1))
 
 
-def summarize(batch: int, prompt: int, trials: list[tuple[float, float]]) -> Speed:
-    """The median of what `one_trial` measured several times."""
-    steps = [step for _, step in trials]
-    prefill = statistics.median(first for first, _ in trials)
-    return Speed(batch, prompt, prefill, statistics.median(steps), max(steps) / min(steps))
+def median_times(trials: Sequence[Times]) -> Times:
+    """The median of each of the two."""
+    return Times(statistics.median(t.prefill for t in trials), statistics.median(t.step for t in trials))
 
 
+@torch.no_grad()
 def step_at(generator: Llama, position: int, tokens: int = 8) -> float:
-    """Seconds of one row's decode step at a position of the cache, whose content does not matter."""
-    decoding = generator.decoding([[5] * position], tokens, 0.0, 1.0, options={})
-    decoding.reuse([5] * position)
-    steps = decoding.steps()
-    next(steps)
+    """Seconds of the model's step for one row at a position of the cache, whose content does not matter."""
     times = []
-    for _ in range(tokens - 1):
+    for index in range(position - 1, position - 1 + tokens):
         begin = time.perf_counter()
-        next(steps)
+        if generator.decoder is not None:
+            logits = generator.decoder([5], [index])
+        else:
+            logits = generator.model.forward(torch.tensor([[5]]), index)
+        logits.argmax(-1).tolist()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(times[1:])
 
 
 def peak_memory(device: torch.device) -> int:
@@ -224,7 +211,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a figure is worth nothing without."""
+    """What was measured: without it a figure means nothing."""
     return {
         "torch": torch.__version__,
         "llama": _version(),
@@ -266,7 +253,7 @@ def _commit() -> str:
 def bench(
     shape: str = "15m",
     ckpt: str | None = None,
-    batches: str | int | tuple[int, ...] = "1,16,64",
+    batches: str = "1,16,64",
     prompt: int = 128,
     tokens: int = 32,
     trials: int = 3,
@@ -291,58 +278,40 @@ def bench(
         quantize: int8, int4 or int8-dynamic, for weights in fewer bytes.
         compile: Compile the decoding.
     """
-    place = parallel.pick_device(device)
-    kind = parallel.pick_dtype(dtype, place)
+    target = parallel.pick_device(device)
+    target_dtype = parallel.pick_dtype(dtype, target)
     rows = row_counts(batches)
     for name, value, least in (("prompt", prompt, 1), ("trials", trials, 1), ("tokens", tokens, 2)):
         if type(value) is not int or value < least:
-            raise LlamaError(f"{name}={value!r} must be a whole number of at least {least}")
+            raise LlamaError(f"{name}={value!r} must be an integer of at least {least}")
     pick_scheme(quantize, None)
-    with _generator(shape, ckpt, prompt + tokens, max(rows), place, kind, quantize, compile) as generator:
+    settings: dict[str, Any] = {"device": target, "dtype": target_dtype, "compile": compile}
+    with contextlib.ExitStack() as stack:
+        if ckpt is not None:
+            built = Llama.build(ckpt, None, prompt + tokens, max(rows), quantize=quantize, **settings)
+            stack.enter_context(built)
+            generator = Llama(built.model, NoTokenizer(), decoder=built.decoder)
+        else:
+            stack.enter_context(contextlib.closing(parallel.initialize_groups(None, target)))
+            generator = random_model(
+                shape, max_seq_len=prompt + tokens, max_batch_size=max(rows), scheme=quantize, **settings
+            )
         report = measure(generator, rows, prompt, tokens, trials)
-        report |= {"shape": ckpt or shape, "dtype": str(kind).removeprefix("torch."), "quantize": quantize}
-        report |= {"compile": compile, **machine(place)}
+    report |= {"shape": ckpt or shape, "dtype": str(target_dtype).removeprefix("torch."), "quantize": quantize}
+    report |= {"compile": compile, **machine(target)}
     print_table(report)
     print(json.dumps(report))
 
 
-def row_counts(batches: str | int | Iterable[int]) -> list[int]:
-    """`batches` as a list; LlamaError where it holds anything but numbers of rows."""
-    listed = batches.split(",") if isinstance(batches, str) else [batches] if isinstance(batches, int) else batches
+def row_counts(batches: str) -> list[int]:
+    """`batches` as a list; LlamaError unless it is numbers of rows with commas between them."""
     try:
-        numbers = [int(number) for number in listed]
+        numbers = [int(number) for number in str(batches).split(",")]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
         raise LlamaError(f"batches={batches!r} must be numbers of rows with commas between them, such as 1,16")
     return numbers
-
-
-def _generator(
-    shape: str,
-    ckpt: str | None,
-    window: int,
-    rows: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: str | None,
-    compile: bool,
-) -> Llama:
-    """The generator that is asked for, with its process group."""
-    if ckpt is not None:
-        generator = Llama.build(
-            ckpt, None, window, rows, device=device, dtype=dtype, quantize=quantize, compile=compile
-        )
-        generator.tokenizer = NoTokenizer()  # a stop token would end a row early, and its steps are counted
-        return generator
-    groups = parallel.initialize_groups(None, device, None, None)
-    try:
-        generator = random_model(shape, device, dtype, window, rows, quantize, compile)
-    except BaseException:
-        groups.close()
-        raise
-    generator._groups = groups
-    return generator
 
 
 def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, trials: int) -> dict[str, Any]:
@@ -351,37 +320,33 @@ def measure(generator: Llama, batches: list[int], prompt: int, tokens: int, tria
     begin = time.perf_counter()
     one_trial(generator, batches[0], prompt, 2)
     first = time.perf_counter() - begin
-    speeds = []
+    reading, computing = read_rate(device), matrix_rate(device, generator.dtype)
+    rows = []
     for batch in batches:
         one_trial(generator, batch, prompt, 3)
         runs = [one_trial(generator, batch, prompt, tokens) for _ in range(trials)]
-        speeds.append(summarize(batch, prompt, runs))
-    reading, computing = read_rate(device), matrix_rate(device, generator.dtype)
-    rows = []
-    for speed in speeds:
-        needed = step_bytes(model, speed.batch, prompt + tokens // 2)
-        operations = prefill_flops(model, speed.batch, prompt)
+        prefill, step = median_times(runs)
+        steps = [run.step for run in runs]
         rows.append(
             {
-                "batch": speed.batch,
+                "batch": batch,
                 "prompt": prompt,
-                "first_token_s": speed.prefill,
-                "prefill_tokens_s": speed.batch * prompt / speed.prefill,
-                "prefill_share": operations / speed.prefill / computing,
-                "step_s": speed.step,
-                "decode_tokens_s": speed.tokens_per_second,
-                "decode_share": needed / speed.step / reading,
-                "spread": speed.spread,
+                "first_token_s": prefill,
+                "prefill_tokens_s": batch * prompt / prefill,
+                "prefill_share": prefill_flops(model, batch, prompt) / prefill / computing,
+                "step_s": step,
+                "decode_tokens_s": batch / step,
+                "decode_share": step_bytes(model, batch, prompt + tokens // 2) / step / reading,
+                "spread": max(steps) / min(steps),
             }
         )
-    compiled = generator.decoder.seconds if generator.decoder else 0.0
     return {
         "batches": rows,
         "read_bytes_s": reading,
         "matrix_flops_s": computing,
         "matrices_alone_s": matrices_alone(model),
         "first_run_s": first,
-        "compile_s": compiled,
+        "compile_s": generator.decoder.compile_seconds if generator.decoder else 0.0,
         "peak_bytes": peak_memory(device),
     }
 
@@ -405,6 +370,6 @@ def print_table(report: dict[str, Any]) -> None:
     alone = report["matrices_alone_s"]
     single = next((row["step_s"] for row in report["batches"] if row["batch"] == 1), None)
     share = f", {alone / single:.0%} of the step of one row" if single else ""
-    print(f"matrices alone {alone * 1e3:.2f} ms a token{share}; first run {report['first_run_s']:.1f} s", end="")
+    print(f"matrices alone {alone * 1e3:.2f} ms per token{share}; first run {report['first_run_s']:.1f} s", end="")
     print(f"; compiling {report['compile_s']:.1f} s, all numbers of rows" if report["compile"] else "", end="")
     print(f"; peak memory {gigabytes(report['peak_bytes'])}")

@@ -30,8 +30,8 @@ def convert(
         shards: Files of weights that meta gets.
         dtype: float32, bfloat16 or float16; the stored type if not given, float32 always for llama2c.
         context: The longest window, in tokens, for formats that have a field for it; what SRC says if not given.
-        quantize: int8 or int4 (meta in one file): the layers' weights as codes and scales (X.weight, X.scales; see
-            quantize.py), which `build` loads as they are.
+        quantize: int8 or int4 (meta in one file): the layers' weights as quantized values and scales (X.weight,
+            X.scales), which `build` loads as they are.
         force: Replace a checkpoint that is in DST.
     """
     source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst)).expanduser()

@@ -130,7 +130,7 @@ def trace_steps(
     text_ids, tokenizer, rows = list(ids), generator.tokenizer, slice(None) if whole else slice(-1, None)
     attention = generator.model.attentions()[layer or 0]
     stream = generator.stream([ids], tokens, temperature, top_p, seed=seed)
-    with contextlib.closing(stream), record_calls(generator.model, layer or 0) as calls:  # type: ignore[type-var]
+    with contextlib.closing(stream), record_calls(generator.model, layer or 0) as calls:
         for number, step in enumerate(stream, 1):
             now = time.perf_counter()
             text_ids.append(step.token)

@@ -1,6 +1,6 @@
-"""Process groups and the three tensor-parallel layers.
+"""The three tensor-parallel layers.
 
-A weight matrix ``W`` (out x in) is cut over the ranks of the model-parallel group::
+A weight matrix ``W`` (out x in) is sharded over the ranks of the model-parallel group::
 
     column parallel (wq wk wv w1 w3 output)     row parallel (wo w2)
 
@@ -30,7 +30,7 @@ from ..errors import LlamaError
 from .groups import world_size
 
 
-def _part(total: int, what: str) -> int:
+def _shard_size(total: int, what: str) -> int:
     ranks = world_size()
     if total % ranks:
         raise LlamaError(
@@ -53,28 +53,34 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight)
 
 
-class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc]
-    """FairScale's layer without its full master weight: this rank's rows are allocated, and nothing else.
-
-    `weight` (out_features / ranks, in_features), uninitialised. Input (..., in_features), output (..., out_features)
-    where gathered, else this rank's slice of it. `packed` (see quantize.py) stands in for the weight where it is set.
-    """
+class _Linear(nn.Module):
+    """What both linear layers share: `weight` (out, in), this rank's shard, uninitialized; or `packed` in its place."""
 
     packed: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
-        nn.Module.__init__(self)
+    def __init__(self, in_features: int, out_features: int, shard: tuple[int, int]) -> None:
+        nn.Module.__init__(self)  # FairScale's would allocate the whole matrix
         self.in_features = in_features
         self.out_features = out_features
-        self.gather_output = gather_output
-        self.output_size_per_partition = _part(out_features, "out_features")
-        self.weight = nn.Parameter(torch.empty(self.output_size_per_partition, in_features))
+        self.weight = nn.Parameter(torch.empty(shard))
         self.register_parameter("bias", None)
 
     def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
-        """Multiply with `packed` from now on; the weight is removed."""
+        """Multiply with `packed` (see llama/quantization) from now on; the weight is removed."""
         self.packed = packed
         self.register_parameter("weight", None)
+
+
+class ColumnParallelLinear(_Linear, fs_layers.ColumnParallelLinear):  # type: ignore[misc]
+    """FairScale's layer without its full master weight: `weight` is (out_features / ranks, in_features).
+
+    Input (..., in_features), output (..., out_features) if `gather_output`, else this rank's slice of it.
+    """
+
+    def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
+        size = _shard_size(out_features, "out_features")
+        super().__init__(in_features, out_features, (size, in_features))
+        self.output_size_per_partition, self.gather_output = size, gather_output
 
     def forward(self, input_: Tensor) -> Tensor:
         """The whole input (..., in_features) to the output as described above."""
@@ -84,28 +90,17 @@ class ColumnParallelLinear(fs_layers.ColumnParallelLinear):  # type: ignore[misc
         return gather_from_model_parallel_region(output) if self.gather_output else output
 
 
-class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
-    """FairScale's layer without its full master weight; the ranks' partial products are added by one all-reduce.
+class RowParallelLinear(_Linear, fs_layers.RowParallelLinear):  # type: ignore[misc]
+    """FairScale's layer without its full master weight: `weight` is (out_features, in_features / ranks).
 
-    `weight` (out_features, in_features / ranks), uninitialised. Input: this rank's slice of (..., in_features) where
-    `input_is_parallel`, else the whole; output (..., out_features). `packed` as above.
+    Input: this rank's slice of (..., in_features) if `input_is_parallel`, else the whole; output (..., out_features),
+    the ranks' partial products added by one all-reduce.
     """
 
-    packed: Callable[[Tensor], Tensor] | None = None
-
     def __init__(self, in_features: int, out_features: int, input_is_parallel: bool = True) -> None:
-        nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.input_is_parallel = input_is_parallel
-        self.input_size_per_partition = _part(in_features, "in_features")
-        self.weight = nn.Parameter(torch.empty(out_features, self.input_size_per_partition))
-        self.register_parameter("bias", None)
-
-    def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
-        """Multiply with `packed` from now on; the weight is removed."""
-        self.packed = packed
-        self.register_parameter("weight", None)
+        size = _shard_size(in_features, "in_features")
+        super().__init__(in_features, out_features, (out_features, size))
+        self.input_size_per_partition, self.input_is_parallel = size, input_is_parallel
 
     def forward(self, input_: Tensor) -> Tensor:
         """The input as described above to the whole output (..., out_features), the same on every rank."""
@@ -116,22 +111,21 @@ class RowParallelLinear(fs_layers.RowParallelLinear):  # type: ignore[misc]
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that may hold a `packed` weight, by name, in the order of the model's `state_dict`."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    """The layers whose weight may be packed, by name, in the order of the model's `state_dict`."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, _Linear)]
 
 
 class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
-    """FairScale's layer without its full master weight; cut along the embedding dimension, as Llama 2's files are.
+    """FairScale's layer without its full master weight; sharded along the embedding dimension, as in Llama 2's files.
 
-    `weight` (num_embeddings, embedding_dim / ranks), uninitialised. Ids (...) to vectors (..., embedding_dim).
+    `weight` (num_embeddings, embedding_dim / ranks), uninitialized. Ids (...) to vectors (..., embedding_dim).
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         nn.Module.__init__(self)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.embedding_dim_per_partition = _part(embedding_dim, "embedding_dim")
+        self.embedding_dim_per_partition = _shard_size(embedding_dim, "embedding_dim")
         self.weight = nn.Parameter(torch.empty(num_embeddings, self.embedding_dim_per_partition))
 
     def forward(self, input_: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """`compile=True`: decoding in static shapes, compiled once for each number of rows.
 
-    rows    1, 2, 4, 8 .. max_batch_size    compiled once each; what is missing is filled with rows that nobody reads
-    reach   64, 128, 192 .. max_seq_len     cache positions that are read; the mask hides what lies beyond a row's own
+    rows      1, 2, 4, 8 .. max_batch_size    compiled once each; missing rows are filled in and their logits dropped
+    kv_len    64, 128, 192 .. max_seq_len     cache positions that are read; the mask hides those beyond a row's own
 
-On CUDA every number of rows and reach (256, 512, 1024 ..) is also captured as a CUDA graph. On a CPU the weights are
-reordered for oneDNN, wq, wk and wv as one and w1 and w3 as one, and are taken over thereby: their layers' `weight` is
-None and hooks on those five may stay silent. Any hook or patch brings back the published schedule, uncompiled.
+On CUDA each pair of rows and kv_len (256, 512, 1024 ..) is also captured as a CUDA graph. On a CPU the weights are
+prepacked for oneDNN, wq, wk and wv fused into one product and w1 and w3 into another: these layers' `weight` is None,
+and hooks on the five may not fire. Any hook or override brings back the published schedule, which is not compiled.
 """
 
 import functools
@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,59 +25,80 @@ from torch import Tensor
 from ..distributed import rank, world_size
 from ..errors import LlamaError
 from ..model import Transformer
-from ..quantization import PackedWeight, Part, Plain
+from ..quantization import PackedWeight, PrepackedWeight, RowSlice
 
-REACH, GRAPH_REACH = 64, 256
+KV_BUCKET, GRAPH_KV_BUCKET = 64, 256  # kv_len is rounded up to these on a CPU, and at least this in a CUDA graph
+DecodeStep: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # ids, positions, cache positions -> logits
 logger = logging.getLogger("llama")
 
-# ------------------------------------------------------------------- packed weights, seen by the compiler
+# -------------------------------------------------------------------- packed weights as custom operators
 
-# An operator's arguments are tensors and numbers: packed weights go by a number, and are gone with their model.
-_PACKED: "WeakValueDictionary[int, PackedWeight]" = WeakValueDictionary()
-_numbers = itertools.count()
+# An operator takes tensors and numbers, no objects: a packed weight is passed by number, and is freed with its model.
+_packed_weights: "WeakValueDictionary[int, PackedWeight]" = WeakValueDictionary()
+_next_number = itertools.count()
 
 
 @functools.cache
-def _operator() -> Any:
-    """llama::times(x, number of the packed weight, n), registered with torch when it is first wanted."""
+def _linear_operator() -> Any:
+    """llama::linear(x, number of the packed weight, n), registered with torch at its first use."""
     library = torch.library.Library("llama", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define("times(Tensor x, int weight, int n) -> Tensor")  # type: ignore[no-untyped-call]
-    library.impl("times", lambda x, weight, n: _PACKED[weight](x).contiguous(), "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake("llama::times", lambda x, weight, n: x.new_empty(*x.shape[:-1], n), lib=library)
-    return library, torch.ops.llama.times  # the library keeps the operator alive
+    library.define("linear(Tensor x, int weight, int n) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("linear", lambda x, weight, n: _packed_weights[weight](x).contiguous(), "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("llama::linear", lambda x, weight, n: x.new_empty(*x.shape[:-1], n), lib=library)
+    return library, torch.ops.llama.linear  # the library keeps the operator alive
 
 
-class _Opaque:
-    """A packed weight whose multiplication the compiler takes as one operator."""
+class OperatorWeight:
+    """A packed weight that the compiler sees as one operator, and does not trace into."""
 
     def __init__(self, packed: PackedWeight) -> None:
         self.packed, self.shape, self.nbytes, self.dense = packed, packed.shape, packed.nbytes, packed.dense
-        self._number, (_, self._times) = next(_numbers), _operator()
-        _PACKED[self._number] = packed
+        self._number, (_, self._linear) = next(_next_number), _linear_operator()
+        _packed_weights[self._number] = packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._times(x, self._number, self.shape[0])  # type: ignore[no-any-return]
+        return self._linear(x, self._number, self.shape[0])  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------------------------- the decoder
 
 
 class StaticDecoder:
-    """One token a row through the model, in static shapes."""
+    """One token per row through the model, in static shapes."""
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        self.seconds = 0.0  # spent on the first run of each shape
+        self.compile_seconds = 0.0  # spent on the first run of each shape
         weight = model.tok_embeddings.weight
         self._device, self._dtype = weight.device, weight.dtype
-        self._turns = torch.view_as_real(model.freqs_cis).to(self._device)  # (2 max_seq_len, k/2, 2)
+        self._freqs = torch.view_as_real(model.freqs_cis).to(self._device)  # (2 max_seq_len, k/2, 2)
         for attention in model.attentions():
-            attention.match_cache(model.tok_embeddings.weight)
-        self._compiled: dict[int, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}  # by rows
-        self._captured: dict[tuple[int, int], _Graph] = {}  # CUDA graphs by rows and reach
+            attention.match_cache(weight)
+        self._compiled: dict[int, DecodeStep] = {}  # by rows
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by rows and kv_len
 
-    def _check(self) -> None:
-        """LlamaError where the model was cast or moved since: what is compiled and packed stays as it was made."""
+    @torch.no_grad()
+    def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
+        """Feed each cache row's token at its position; float32 logits (n, v)."""
+        self._check_unchanged()
+        rows, kv_len = self._bucket(len(tokens), max(positions) + 1)
+        fill = [0] * (rows - len(tokens))
+        ids = torch.tensor(tokens + fill, device=self._device)
+        start_pos = torch.tensor(positions + fill, device=self._device)
+        begin, known = time.perf_counter(), len(self._compiled) + len(self._graphs)
+        if self._device.type == "cuda":
+            if (rows, kv_len) not in self._graphs:
+                step = self._compile(ids, start_pos)
+                self._graphs[rows, kv_len] = _Graph(step, ids, start_pos, self._cache_positions(kv_len))
+            logits = self._graphs[rows, kv_len](ids, start_pos)
+        else:
+            logits = self._compile(ids, start_pos)(ids, start_pos, self._cache_positions(kv_len))
+        if len(self._compiled) + len(self._graphs) > known:
+            self.compile_seconds += time.perf_counter() - begin
+        return logits[: len(tokens)]
+
+    def _check_unchanged(self) -> None:
+        """LlamaError if the model was cast or moved: the compiled steps and packed weights stay as they were made."""
         weight = self.model.tok_embeddings.weight
         if (weight.device, weight.dtype) != (self._device, self._dtype):
             raise LlamaError(
@@ -85,59 +106,42 @@ class StaticDecoder:
                 f"{self._device}: pass dtype and device to build"
             )
 
-    @torch.no_grad()
-    def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
-        """Feed each cache row's token at its position; float32 logits (n, v)."""
-        self._check()
-        rows, reach = self._bucket(len(tokens), max(positions) + 1)
-        fill = [0] * (rows - len(tokens))
-        ids = torch.tensor(tokens + fill, device=self._device)
-        places = torch.tensor(positions + fill, device=self._device)
-        begin, known = time.perf_counter(), len(self._compiled) + len(self._captured)
-        if self._device.type == "cuda":
-            if (rows, reach) not in self._captured:
-                self._captured[rows, reach] = _Graph(self._compile(ids, places), ids, places, self._positions(reach))
-            logits = self._captured[rows, reach](ids, places)
-        else:
-            logits = self._compile(ids, places)(ids, places, self._positions(reach))
-        if len(self._compiled) + len(self._captured) > known:
-            self.seconds += time.perf_counter() - begin
-        return logits[: len(tokens)]
-
-    def _bucket(self, rows: int, reach: int) -> tuple[int, int]:
-        """The smallest number of rows and reach that we make and that hold what is asked for."""
+    def _bucket(self, rows: int, kv_len: int) -> tuple[int, int]:
+        """The smallest number of rows and kv_len that we compile for and that hold what is asked for."""
         params = self.model.params
-        wide = 1 << (rows - 1).bit_length()
+        rows = 1 << (rows - 1).bit_length()
         if self._device.type == "cuda":
-            far = max(GRAPH_REACH, 1 << (reach - 1).bit_length())
+            kv_len = max(GRAPH_KV_BUCKET, 1 << (kv_len - 1).bit_length())
         else:
-            far = -(-reach // REACH) * REACH
-        return min(wide, params.max_batch_size), min(far, params.max_seq_len)
+            kv_len = -(-kv_len // KV_BUCKET) * KV_BUCKET
+        return min(rows, params.max_batch_size), min(kv_len, params.max_seq_len)
 
-    def _positions(self, reach: int) -> Tensor:
-        positions = torch.arange(reach, device=self._device)
-        if self.model.params.max_seq_len > REACH:
+    def _cache_positions(self, kv_len: int) -> Tensor:
+        positions = torch.arange(kv_len, device=self._device)
+        if self.model.params.max_seq_len > KV_BUCKET:
             torch._dynamo.mark_dynamic(positions, 0)
         return positions
 
-    def _compile(self, ids: Tensor, places: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The step for this number of rows and any reach.
+    def _compile(self, ids: Tensor, start_pos: Tensor) -> DecodeStep:
+        """The step for this number of rows and any kv_len.
 
-        It is compiled at the least reach: at max_seq_len the compiler would take the whole length for a constant.
-        What that run wrote to the cache the first real one writes over.
+        It is compiled with the least kv_len: at max_seq_len the compiler would take the length for a constant. The
+        real step overwrites what this run wrote to the cache.
         """
         rows = len(ids)
         if rows not in self._compiled:
 
-            def step(ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:
-                return self._step(ids, places, positions)
+            def step(ids: Tensor, start_pos: Tensor, cache_positions: Tensor) -> Tensor:
+                return self._step(ids, start_pos, cache_positions)
 
-            step.__code__ = step.__code__.replace()  # torch keeps its results by code object, at most eight for each
+            # Torch keeps what it compiled by code object, and every `step` made here has the same one. Without guards
+            # it would run the first model's graph for all of them, so each gets a copy of the code of its own.
+            step.__code__ = step.__code__.replace()
             options: dict[str, Any] = {"guard_filter_fn": _no_guards}
-            compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(step, fullgraph=True, options=options)
+            compiled: DecodeStep = torch.compile(step, fullgraph=True, options=options)
             logger.warning("compiling the decode step for %d row(s): once, 10 to 60 s on most machines", rows)
             try:
-                compiled(ids, places, self._positions(min(REACH, self.model.params.max_seq_len)))
+                compiled(ids, start_pos, self._cache_positions(min(KV_BUCKET, self.model.params.max_seq_len)))
             except (RuntimeError, OSError) as error:  # OSError: no place for the compiler's files
                 reason = " ".join(str(error).split())
                 logger.warning("compile=True: torch could not compile, so decoding is not compiled: %.300s", reason)
@@ -145,90 +149,96 @@ class StaticDecoder:
             self._compiled[rows] = compiled  # not before: an interrupted run has compiled nothing
         return self._compiled[rows]
 
-    def _step(self, ids: Tensor, places: Tensor, positions: Tensor) -> Tensor:
-        """Ids (n,) at places (n,) to logits (n, v), reading the cache at positions 0 up; what `Transformer.hidden` does
-        with one position per row.
+    def _step(self, ids: Tensor, start_pos: Tensor, cache_positions: Tensor) -> Tensor:
+        """As `Transformer.hidden` with one position per row, and the head: ids (n,) at start_pos (n,) to logits (n, v),
+        reading the cache at cache_positions (kv_len,).
         """
         h: Any = self.model.tok_embeddings(ids[:, None])  # (n, 1, d)
-        visible = positions <= places[:, None, None, None]  # (n, 1, 1, reach)
-        turns = self._turns[places][:, None]  # (n, 1, k/2, 2)
+        mask = cache_positions <= start_pos[:, None, None, None]  # (n, 1, 1, kv_len)
+        freqs = self._freqs[start_pos][:, None]  # (n, 1, k/2, 2)
         for layer in self.model.layers:
-            h = layer(h, places, turns, visible)
+            h = layer(h, start_pos, freqs, mask)
         return self.model.output(self.model.norm(h)[:, -1]).float()  # type: ignore[no-any-return]
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
-    """Shapes are chosen here and weights do not change: torch need not check a model's every part before each step."""
+    """Shapes are chosen here and weights do not change: torch need not check every part of a model before each step."""
     return [False] * len(guards)
 
 
 class _Graph:
-    """A step captured as a CUDA graph: its inputs are copied in, its output is read where it always lies."""
+    """A step captured as a CUDA graph: inputs are copied to where it reads them, logits read where it writes them."""
 
-    def __init__(self, step: Callable[..., Tensor], ids: Tensor, places: Tensor, positions: Tensor) -> None:
-        self._ids, self._places, self._positions = ids.clone(), places.clone(), positions
+    def __init__(self, step: DecodeStep, ids: Tensor, start_pos: Tensor, cache_positions: Tensor) -> None:
+        self._ids, self._start_pos, self._cache_positions = ids.clone(), start_pos.clone(), cache_positions
         side = torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(ids.device))
         with torch.cuda.stream(side):  # compiles, and warms up what a capture must not
             for _ in range(2):
-                step(self._ids, self._places, positions)
+                step(self._ids, self._start_pos, cache_positions)
         torch.cuda.current_stream(ids.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._logits = step(self._ids, self._places, positions)
+            self._logits = step(self._ids, self._start_pos, cache_positions)
 
-    def __call__(self, ids: Tensor, places: Tensor) -> Tensor:
+    def __call__(self, ids: Tensor, start_pos: Tensor) -> Tensor:
         self._ids.copy_(ids)
-        self._places.copy_(places)
+        self._start_pos.copy_(start_pos)
         self._graph.replay()
         return self._logits
 
 
+# ----------------------------------------------------------------------------------- preparing a model
+
+
 def compile_model(model: Transformer) -> StaticDecoder | None:
-    """Take over the weights of a loaded model, and make its decoder; None, and a warning, where no compiler is."""
-    device = model.tok_embeddings.weight.device
-    if device.type == "cpu":
-        take_over(model)
-        if world_size() > 1:  # FairScale's layers cannot be traced
-            if rank() == 0:
-                logger.warning("compile=True: on several CPU ranks weights are reordered, decoding is not compiled")
-            return None
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
-        if shutil.which(compiler) is None:
-            logger.warning("compile=True finds no C++ compiler: install %s; decoding is not compiled", compiler)
-            return None
-        for module in model.modules():
-            for name in ("packed", "qkv", "w13"):
-                packed = getattr(module, name, None)
-                if packed is not None and not isinstance(packed, Part):
-                    setattr(module, name, _Opaque(packed))
-    return StaticDecoder(model)
+    """Prepack a loaded model's weights (on a CPU) and make its decoder; None, and a warning, if it cannot compile."""
+    if model.tok_embeddings.weight.device.type != "cpu":
+        return StaticDecoder(model)
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch looks for it
+    obstacle = None
+    if world_size() > 1:  # FairScale's layers cannot be traced
+        obstacle = "on several CPU ranks only prepacks the weights"
+    elif shutil.which(compiler) is None:
+        obstacle = f"finds no C++ compiler: install {compiler}"
+    prepack_weights(model, wrap=_as_it_is if obstacle else OperatorWeight)
+    if obstacle is None:
+        return StaticDecoder(model)
+    if rank() == 0:
+        logger.warning("compile=True %s; decoding is not compiled", obstacle)
+    return None
 
 
 @torch.no_grad()
-def take_over(model: Transformer) -> None:
-    """Reorder the weights for oneDNN, layer by layer, those that multiply the same input as one."""
+def prepack_weights(model: Transformer, wrap: Callable[[PackedWeight], PackedWeight]) -> None:
+    """Prepack the weights for oneDNN, layer by layer, fusing those with the same input; `wrap` all packed ones."""
     block: Any
     for block in model.layers:
         attention, feed_forward = block.attention, block.feed_forward
-        attention.qkv = _together(attention.wq, attention.wk, attention.wv)
-        feed_forward.w13 = _together(feed_forward.w1, feed_forward.w3)
-        _together(attention.wo)
-        _together(feed_forward.w2)
-    _together(model.output)
+        attention.qkv = _prepack(wrap, attention.wq, attention.wk, attention.wv)
+        feed_forward.w13 = _prepack(wrap, feed_forward.w1, feed_forward.w3)
+        _prepack(wrap, attention.wo)
+        _prepack(wrap, feed_forward.w2)
+    _prepack(wrap, model.output)
 
 
-def _together(*layers: Any) -> PackedWeight | None:
-    """One packed weight in place of the layers' own; None, and nothing done, where it cannot be or does not pay."""
-    if any(layer.packed is not None for layer in layers):
+def _as_it_is(packed: PackedWeight) -> PackedWeight:
+    return packed
+
+
+def _prepack(wrap: Callable[[PackedWeight], PackedWeight], *layers: Any) -> PackedWeight | None:
+    """One packed weight in place of the layers' own, returned; None if they are quantized or it does not pay off."""
+    quantized = [layer for layer in layers if layer.packed is not None]
+    for layer in quantized:
+        layer.set_packed(wrap(layer.packed))
+    if quantized:
         return None
     weight = layers[0].weight if len(layers) == 1 else torch.cat([layer.weight for layer in layers])
-    if not Plain.fits(weight):
+    if not PrepackedWeight.pays_off(weight):
         return None
-    whole, start = Plain(weight), 0
+    whole, start = wrap(PrepackedWeight(weight)), 0
     for layer in layers:
-        stop = start + layer.weight.shape[0]
-        layer.packed = whole if len(layers) == 1 else Part(whole, start, stop)
-        layer.register_parameter("weight", None)
+        stop = start + len(layer.weight)
+        layer.set_packed(whole if len(layers) == 1 else RowSlice(whole, start, stop))
         start = stop
     return whole

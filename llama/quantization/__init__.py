@@ -1,22 +1,17 @@
-"""Weights in fewer bytes: codecs (numbers and their quantized values) and kernels (what multiplies with them)."""
+"""Weights in fewer bytes: codecs (numbers to quantized values and back) and kernels (what multiplies with them)."""
 
-from .codecs import GROUPS, SCHEMES, dequantize, nibbles, quantize_int4, quantize_int8
-from .kernels import DynamicInt8, Int4, Int8, PackedWeight, Part, Plain, int4_order, pack, pack_codes
+from .codecs import GROUPS, dequantize, quantize_int4, quantize_int8
+from .kernels import SCHEMES, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized
 
 __all__ = [
     "GROUPS",
     "SCHEMES",
-    "DynamicInt8",
-    "Int4",
-    "Int8",
     "PackedWeight",
-    "Part",
-    "Plain",
+    "PrepackedWeight",
+    "RowSlice",
     "dequantize",
-    "int4_order",
-    "nibbles",
     "pack",
-    "pack_codes",
+    "pack_quantized",
     "quantize_int4",
     "quantize_int8",
 ]

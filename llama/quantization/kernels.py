@@ -1,25 +1,28 @@
-"""Weights in fewer bytes, and in the order that this processor multiplies fastest.
+"""Packed weights: what a parallel layer multiplies with in place of its `weight`.
 
-`pack(weight, kind)` makes what a parallel layer multiplies with in place of its `weight`; `load` in checkpoint.py does
-so tensor by tensor. Kinds:
+`pack(weight, scheme)` quantizes a weight and packs it for this device; loading does so tensor by tensor. A new scheme
+is a class and a row in SCHEMES:
 
-    int8          8 bits, one scale a row
-    int4          4 bits, a scale and a zero for each group of 64 (32 where the row is no multiple of 64)
-    int8-dynamic  as int8, and each row of activations in 8 bits too (fbgemm): fastest, least exact
+    int8          8 bits, one scale per row
+    int4          4 bits, a scale and a zero for each group of 64 columns (32 if the row is no multiple of 64)
+    int8-dynamic  as int8, and each row of activations in 8 bits too (fbgemm): fastest, least accurate
 
-With compile=True on a CPU weights that are not quantized become `Plain`: every value as it is, in oneDNN's order.
-Torch's own kernels do the multiplying; measurements and crossings are in docs/performance.md and docs/quantization.md.
+`PrepackedWeight` is not quantized: with compile=True on a CPU the values as they are, in oneDNN's blocked order.
+Torch's own kernels do the multiplying; docs/performance.md and docs/quantization.md have the measurements.
 """
 
 import functools
 import warnings
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .codecs import INT4_ROWS, PIECE, TINY, dequantize, nibbles, quantize_int4, quantize_int8
+from .codecs import CHUNK, TINY, dequantize, quantize_int4, quantize_int8, unpack_nibbles
+
+INT4_ROWS = 64  # weights are padded to a multiple: every layout that torch has for int4 divides it into whole blocks
 
 
 class PackedWeight(Protocol):
@@ -37,13 +40,13 @@ class PackedWeight(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------- what multiplies with them
+# --------------------------------------------------------------------------------------- not quantized
 
 
-class Plain:
-    """oneDNN's blocked order of a float32 or bfloat16 weight on a CPU."""
+class PrepackedWeight:
+    """A float32 or bfloat16 weight in oneDNN's blocked order; CPU only."""
 
-    SMALL = 1 << 18  # bytes below which oneDNN's 20 microseconds a call cost more than the order gains
+    MIN_BYTES = 1 << 18  # below, oneDNN's 20 microseconds per call cost more than the order gains
 
     def __init__(self, weight: Tensor) -> None:
         self.shape, self.nbytes = (weight.shape[0], weight.shape[1]), weight.numel() * weight.itemsize
@@ -57,17 +60,16 @@ class Plain:
         return self._blocked.to_dense()  # type: ignore[no-any-return]
 
     @staticmethod
-    def fits(weight: Tensor) -> bool:
-        """Whether oneDNN has such an order here, and it pays."""
-        known = weight.dtype == torch.float32 or (
-            weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
-        large = weight.numel() * weight.itemsize >= Plain.SMALL
-        return known and large and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    def pays_off(weight: Tensor) -> bool:
+        """Whether oneDNN has a blocked order for this weight, and the weight is large enough to gain from it."""
+        bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        large = weight.numel() * weight.itemsize >= PrepackedWeight.MIN_BYTES
+        usable = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return large and usable and (bfloat16 or weight.dtype == torch.float32)
 
 
-class Part:
-    """Rows start to stop of a packed weight that holds several layers': right for each alone, made for all at once."""
+class RowSlice:
+    """Rows start to stop of a packed weight that several layers share; multiplies all its rows, returns these."""
 
     def __init__(self, whole: PackedWeight, start: int, stop: int) -> None:
         self.whole, self._rows = whole, slice(start, stop)
@@ -81,145 +83,168 @@ class Part:
         return self.whole.dense()[self._rows]
 
 
-class Int8:
-    """8 bits a weight. Up to FEW rows the kernel reads the codes; for more, blocks are unpacked in the cache."""
+# ------------------------------------------------------------------------------------------- quantized
 
-    FEW = 8
-    STEP = 16  # columns the kernel reads at once: with other widths it would read beyond the row
-    BLOCK = 1024  # rows of the weight; 4 MB of bfloat16 at k = 2,048
 
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.shape, self.nbytes = (codes.shape[0], codes.shape[1]), codes.numel() + 2 * scales.numel()
-        self._codes, self._scales = codes, scales.bfloat16()
+class Int8Weight:
+    """8 bits a weight. Up to MAX_ROWS rows go through the weight-only kernel; for more, blocks are unpacked in the
+    cache. Activations are bfloat16, which the kernels are made for.
+    """
+
+    quantize = staticmethod(quantize_int8)
+    bytes_per_weight = 1.0  # with scales, for long rows
+    MAX_ROWS = 8
+    STEP = 16  # columns that the kernel reads at once: with other widths it would read beyond the row
+    BLOCK = 1024  # rows of the weight that are unpacked at once: 4 MB of bfloat16 at k = 2,048
+
+    def __init__(self, qvalues: Tensor, scales: Tensor) -> None:
+        self.shape, self.nbytes = (qvalues.shape[0], qvalues.shape[1]), qvalues.numel() + 2 * scales.numel()
+        self._qvalues, self._scales = qvalues, scales.bfloat16()
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k): the kernels are made for bfloat16
+        rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k)
         if x.device.type != "cpu":  # one fused kernel where compiled
-            y = F.linear(rows, self._codes.to(torch.bfloat16)) * self._scales
-        elif len(rows) <= self.FEW and self.shape[1] % self.STEP == 0:
-            y = torch.ops.aten._weight_int8pack_mm(rows, self._codes, self._scales)
+            y = F.linear(rows, self._qvalues.to(torch.bfloat16)) * self._scales
+        elif len(rows) <= self.MAX_ROWS and self.shape[1] % self.STEP == 0:
+            y = torch.ops.aten._weight_int8pack_mm(rows, self._qvalues, self._scales)
         else:
-            blocks = torch.split(self._codes, self.BLOCK)
+            blocks = torch.split(self._qvalues, self.BLOCK)
             y = torch.cat([F.linear(rows, block.to(torch.bfloat16)) for block in blocks], -1).mul_(self._scales)
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
-        return dequantize(self._codes, self._scales)
+        return dequantize(self._qvalues, self._scales)
 
 
-class Int4:
-    """4 bits a weight, on a CPU in torch's layout for this processor; on CUDA in that of its tensor-core kernel."""
+class Int4Weight:
+    """4 bits a weight, on a CPU in torch's layout for this processor, on CUDA in that of its tensor-core kernel. Up to
+    MAX_ROWS rows go through torch's kernel on a CPU; for more, blocks are unpacked. Activations are bfloat16.
+    """
 
-    FEW = 64
-    BLOCK = 8  # blocks of 64 rows that are unpacked at once
+    quantize = staticmethod(quantize_int4)
+    bytes_per_weight = 0.5625
+    MAX_ROWS = 64
+    BLOCK = 512  # rows of the weight that are unpacked at once
 
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        n, k = codes.shape[0], 2 * codes.shape[1]
+    def __init__(self, qvalues: Tensor, scales: Tensor) -> None:
+        n, k = qvalues.shape[0], 2 * qvalues.shape[1]
         self.shape, self._group = (n, k), k // scales.shape[1]
         pad = -n % INT4_ROWS
-        codes = F.pad(codes, (0, 0, 0, pad))  # (n', k / 2)
+        qvalues = F.pad(qvalues, (0, 0, 0, pad))  # (n', k / 2)
         self._scales = F.pad(scales, (0, 0, 0, 0, 0, pad)).transpose(0, 1).contiguous()  # (groups, n', 2)
-        if codes.device.type == "cpu":
-            pack_some, rows = torch.ops.aten._convert_weight_to_int4pack_for_cpu, max(1, PIECE // k // INT4_ROWS)
-            pieces = torch.split(codes, rows * INT4_ROWS)  # one after another, as it wants four bytes for each value
-            self._codes = torch.cat([pack_some(nibbles(piece).int(), 2) for piece in pieces])
+        if qvalues.device.type == "cpu":
+            to_layout, rows = torch.ops.aten._convert_weight_to_int4pack_for_cpu, max(1, CHUNK // k // INT4_ROWS)
+            chunks = torch.split(qvalues, rows * INT4_ROWS)  # in chunks, since it takes four bytes for each value
+            self._packed = torch.cat([to_layout(unpack_nibbles(chunk).int(), 2) for chunk in chunks])
         else:
-            self._codes = torch.ops.aten._convert_weight_to_int4pack((codes & 15) << 4 | codes >> 4, 8)
-        self.nbytes = codes.numel() + self._scales.numel() * 2
+            self._packed = torch.ops.aten._convert_weight_to_int4pack((qvalues & 15) << 4 | qvalues >> 4, 8)
+        self.nbytes = qvalues.numel() + self._scales.numel() * 2
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k)
         if x.device.type != "cpu":
-            y = torch.ops.aten._weight_int4pack_mm(rows, self._codes, self._group, self._scales)
-        elif len(rows) <= self.FEW:
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._codes, self._group, self._scales)
+            y = torch.ops.aten._weight_int4pack_mm(rows, self._packed, self._group, self._scales)
+        elif len(rows) <= self.MAX_ROWS:
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packed, self._group, self._scales)
         else:
-            y = torch.cat([self._many(rows, first) for first in range(0, self._blocks, self.BLOCK)], -1)
+            y = torch.cat([_in_weight_order(torch.mm(rows, block)) for block in self._blocks()], -1)
         return y[:, : self.shape[0]].reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
-    @property
-    def _blocks(self) -> int:
-        return self._scales.shape[1] // INT4_ROWS
+    def _blocks(self) -> Iterator[Tensor]:
+        """The weight unpacked, BLOCK rows at a time, each block transposed: bfloat16 (k, rows), in torch's order.
 
-    def _unpack(self, first: int) -> Tensor:
-        """Blocks of 64 output rows from `first`, transposed: bfloat16 (k, blocks * 64), in the layout's order.
-
-        Long rows of equal scales first: torch's loops over 64 values would take twice the time.
+        Transposed, torch's loops are over long rows of equal scales: over one block of its layout they take twice as
+        long.
         """
-        codes = self._codes.view(self._blocks, self.shape[1], INT4_ROWS // 2)[first : first + self.BLOCK]
-        codes = codes.transpose(0, 1)  # (k, blocks, 32)
-        values = torch.stack([codes & 15, codes >> 4], 2).view(self.shape[1], -1).to(torch.bfloat16).sub_(8)
-        grouped = values.view(-1, self._group, values.shape[1])  # (groups, group, blocks * 64)
-        scales = self._scales.view(-1, self._blocks, INT4_ROWS, 2)[:, first : first + self.BLOCK, int4_order()]
-        scale, middle = scales.flatten(1, 2).permute(2, 0, 1).unsqueeze(2).contiguous()  # (groups, 1, blocks * 64) each
-        return torch.addcmul(middle, grouped, scale).view(values.shape)
-
-    def _ordered(self, y: Tensor) -> Tensor:
-        """The last axis, blocks * 64 in the layout's order, in that of the weight's rows."""
-        return y.view(*y.shape[:-1], -1, INT4_ROWS)[..., int4_order().argsort()].flatten(-2)
-
-    def _many(self, rows: Tensor, first: int) -> Tensor:
-        return self._ordered(torch.mm(rows, self._unpack(first)))  # (r, blocks * 64)
+        order, k = int4_order(), self.shape[1]
+        packed = self._packed.view(-1, k, len(order) // 2)  # (blocks, k, block / 2)
+        scales = self._scales.view(k // self._group, -1, len(order), 2)[:, :, order]  # (groups, blocks, block, 2)
+        for start in range(0, len(packed), self.BLOCK // len(order)):
+            some = slice(start, start + self.BLOCK // len(order))
+            nibbles = packed[some].transpose(0, 1)  # (k, blocks, block / 2)
+            values = torch.stack([nibbles & 15, nibbles >> 4], 2).view(k, -1).to(torch.bfloat16).sub_(8)  # (k, rows)
+            grouped = values.view(len(scales), self._group, -1)  # (groups, group, rows)
+            scale, zero = scales[:, some].flatten(1, 2).permute(2, 0, 1).unsqueeze(2).contiguous()  # (groups, 1, rows)
+            yield torch.addcmul(zero, grouped, scale).view(k, -1)
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
-        parts = [self._ordered(self._unpack(first)) for first in range(0, self._blocks, self.BLOCK)]
-        return torch.cat(parts, -1).T[: self.shape[0]].float().contiguous()
+        blocks = [_in_weight_order(block) for block in self._blocks()]
+        return torch.cat(blocks, -1).T[: self.shape[0]].float().contiguous()
+
+
+def _in_weight_order(y: Tensor) -> Tensor:
+    """The last axis, rows of a weight in the order of torch's int4 layout, in the weight's own order."""
+    order = int4_order()
+    return y.view(*y.shape[:-1], -1, len(order))[..., order.argsort()].flatten(-2)
 
 
 @functools.cache
 def int4_order() -> Tensor:
-    """Which of a block's 64 rows each nibble of torch's CPU layout holds, low nibbles first: (64,).
+    """Which of a block's rows each nibble of torch's CPU layout holds, low nibbles first: (block,).
 
-    The layout follows the processor and is documented nowhere, so row numbers are packed, four bits at a time.
+    The layout is undocumented and depends on the processor: blocks of 64 rows with AVX-512, of 32 with AVX2. So row
+    numbers are packed, four bits at a time; the right block size is the one that gives each of them back once.
     """
-    numbers = torch.arange(INT4_ROWS, dtype=torch.int32)[:, None].expand(-1, 32)
-    order = torch.zeros(INT4_ROWS, dtype=torch.long)
-    for shift in (0, 4):
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((numbers >> shift & 15).contiguous(), 2)
-        first = packed.view(32, INT4_ROWS // 2)[0]  # those of one column
-        order += torch.cat([first & 15, first >> 4]).long() << shift
-    return order
+    numbers = torch.arange(INT4_ROWS, dtype=torch.int32)[:, None].expand(-1, 32)  # (64, columns)
+    to_layout = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+    low, high = (to_layout((numbers >> shift & 15).contiguous(), 2) for shift in (0, 4))
+    for block in (64, 32, 16):
+        packed = torch.stack([low, high]).view(2, -1, 32, block // 2)[:, :, 0].long()  # (2, blocks, block / 2)
+        bits = torch.cat([packed & 15, packed >> 4], -1)  # (2, blocks, block)
+        order = bits[0] + (bits[1] << 4)
+        if order.flatten().sort().values.equal(torch.arange(INT4_ROWS)):
+            return order[0]
+    raise RuntimeError("torch packs int4 weights in an order that this version of llama does not know: take int8")
 
 
-class DynamicInt8:
-    """fbgemm: 8-bit weights, and activations rounded to 8 bits, each row over its own range.
+class DynamicInt8Weight:
+    """fbgemm: 8-bit weights, and activations rounded to 8 bits, each row over its own range; 7 bits without VNNI.
 
-    fbgemm knows one range a call; rows are brought to 1 before, so that none is rounded to another's range. Row by row
-    it also says NaN where a row has one, which fbgemm itself would pass over.
+    fbgemm knows one range per call; rows are scaled to 1 first, so that none is rounded to another's range. Scaled row
+    by row, NaN also stays NaN, which fbgemm itself would turn into numbers.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.shape, self.nbytes = (codes.shape[0], codes.shape[1]), codes.numel() + 8 * scales.numel()
-        with warnings.catch_warnings():  # torch speaks of replacing the way in, not the kernel
+    quantize = staticmethod(quantize_int8)
+    bytes_per_weight = 1.0
+
+    def __init__(self, qvalues: Tensor, scales: Tensor) -> None:
+        if qvalues.device.type != "cpu":
+            raise ValueError(f"int8-dynamic is for CPUs, this model is on {qvalues.device.type}: take int8")
+        self.shape, self.nbytes = (qvalues.shape[0], qvalues.shape[1]), qvalues.numel() + 8 * scales.numel()
+        with warnings.catch_warnings():  # torch announces that the calls will move, not the kernel
             warnings.simplefilter("ignore")
             zeros = torch.zeros(len(scales), dtype=torch.long)
-            weight = torch._make_per_channel_quantized_tensor(codes, scales.double(), zeros, 0)
+            weight = torch._make_per_channel_quantized_tensor(qvalues, scales.double(), zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(weight, None)
         self._reduce_range = not torch.cpu._is_vnni_supported()  # without VNNI the 16-bit sums would saturate
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.shape[1])  # (r, k)
-        sizes = rows.abs().amax(-1, keepdim=True).float().clamp_(min=TINY)  # (r, 1)
-        scaled = (rows / sizes).nan_to_num_()  # a NaN comes back with its row's size
+        ranges = rows.abs().amax(-1, keepdim=True).float().clamp_(min=TINY)  # (r, 1)
+        scaled = (rows / ranges).nan_to_num_()  # NaN comes back with the row's range
         y = torch.ops.quantized.linear_dynamic(scaled, self._packed, self._reduce_range)
-        return y.mul_(sizes).view(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
+        return y.mul_(ranges).view(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
         return self._packed.unpack()[0].dequantize()  # type: ignore[no-any-return]
 
 
-def pack(weight: Tensor, kind: str) -> PackedWeight:
-    """`weight` (n, k) in the form `kind`; ValueError where it cannot be had."""
-    return pack_codes(*(quantize_int4(weight) if kind == "int4" else quantize_int8(weight)), kind)
+QuantizedWeight: TypeAlias = Int8Weight | Int4Weight | DynamicInt8Weight
+SCHEMES: dict[str, type[QuantizedWeight]] = {
+    "int8": Int8Weight,
+    "int4": Int4Weight,
+    "int8-dynamic": DynamicInt8Weight,
+}
 
 
-def pack_codes(codes: Tensor, scales: Tensor, kind: str) -> PackedWeight:
-    """As `pack`, from codes and scales as files hold them."""
-    if kind == "int8-dynamic":
-        if codes.device.type != "cpu":
-            raise ValueError(f"int8-dynamic is for CPUs, this model is on {codes.device.type}: take int8")
-        return DynamicInt8(codes, scales)
-    return Int4(codes, scales) if kind == "int4" else Int8(codes, scales)
+def pack(weight: Tensor, scheme: str) -> PackedWeight:
+    """`weight` (n, k), quantized and packed; ValueError if the scheme cannot hold it."""
+    return SCHEMES[scheme](*SCHEMES[scheme].quantize(weight))
+
+
+def pack_quantized(qvalues: Tensor, scales: Tensor, scheme: str) -> PackedWeight:
+    """As `pack`, from quantized values and scales as files hold them."""
+    return SCHEMES[scheme](qvalues, scales)
