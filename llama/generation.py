@@ -168,6 +168,10 @@ class Llama:
         self.decoder = decoder  # decodes in compiled static shapes
         self.chat_format = chat_format
         self._groups = groups  # closed with the generator
+        cache_state(self)  # which notes the process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_groups": None}  # closing a copy leaves the original's groups up
 
     def close(self) -> None:
         """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
@@ -216,9 +220,9 @@ class Llama:
         settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
         scheduler = self._schedule(prompt_tokens, max_gen_len, echo and logprobs, **settings)
         bar = tqdm(total=len(scheduler.rows), disable=not options.get("progress"), unit="prompt")
-        with cache_state(self).lock.hold(), bar:
+        with bar:
             bar.update(sum(row.finish_reason is not None for row in scheduler.rows))  # prompts that fill the window
-            for step in scheduler.steps():
+            for step in cache_state(self).lock.hold(scheduler.steps):
                 bar.update(step.finish_reason is not None)
         request = scheduler.request
         tokens, scores = collect(scheduler.rows, request, echo)
@@ -414,8 +418,7 @@ class Llama:
         """
         prompts, chunk = self._check_prompts(prompt_tokens), check_prefill_chunk(prefill_chunk)
         wanted = check_layers(layers, self.model.params.n_layers)
-        with cache_state(self).lock.hold():
-            return scoring.hidden_states(self.model, prompts, wanted, chunk)
+        return list(cache_state(self).lock.hold(lambda: scoring.hidden_states(self.model, prompts, wanted, chunk)))
 
     def embed(
         self, texts: Sequence[str | list[int]], pooling: str = "mean", *, prefill_chunk: int = Request.prefill_chunk

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import distributed as parallel
-from ..checkpoint import defaults, pick_scheme
+from ..checkpoint import pick_scheme, with_defaults
 from ..checkpoint.memory import check_memory, gigabytes
 from ..engine.compiled import compile_model
 from ..errors import LlamaError
@@ -86,12 +86,14 @@ def random_model(
     )
     ranks = 8 if shape == "70b-of-8" else parallel.world_size()
     check_memory(args, device, dtype, ranks, scheme)
-    with defaults(
-        torch.device("cpu") if scheme else device, dtype
-    ):  # as in `build`: what will be packed is never touched
+
+    def make() -> Transformer:
         with parallel.shard_as(ranks):
             model = Transformer(args)
         model.tok_embeddings = parallel.ParallelEmbedding(VOCABULARY, dim)  # whole, where ranks are pretended
+        return model
+
+    model = with_defaults(torch.device("cpu") if scheme else device, dtype, make)  # as in `build`
     with torch.no_grad():
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):

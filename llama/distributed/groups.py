@@ -7,8 +7,9 @@ import io
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,8 @@ class ProcessGroups:
     Groups that the caller had made before stay up.  While open, ranks other than the first print nothing to stdout.
     """
 
-    _users = 0  # open ProcessGroups in this process
+    _users: ClassVar["weakref.WeakSet[ProcessGroups]"] = weakref.WeakSet()  # open; a lost one counts no more
+    _process = 0  # that put them up
     _worlds_made = 0
     # what `_rendezvous` found, by the variables it was found with: kept for later groups
     _store: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None
@@ -127,9 +129,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self.is_open = True
-        self._process = os.getpid()
-        with ProcessGroups._lock:
-            ProcessGroups._users += 1
+        ProcessGroups._users.add(self)
         self._mute()
 
     def _mute(self) -> None:
@@ -143,12 +143,12 @@ class ProcessGroups:
         when they may be gone.
         """
         cls = ProcessGroups
+        if self not in cls._users or cls._process != os.getpid():  # a forked child has no part in the groups
+            return
         with cls._lock:
-            if not self.is_open or self._process != os.getpid():  # a forked child has no part in the groups
-                return
             self.is_open = False
-            cls._users -= 1
-            if cls._users == 0:
+            cls._users.discard(self)
+            if not cls._users:
                 destroy_groups(wait)
 
 
@@ -185,7 +185,8 @@ def _at_exit(process: int) -> None:
         failed = getattr(sys, "last_value", None) is not None  # an exception is ending this rank
         with contextlib.suppress(Exception):
             destroy_groups(wait=not failed, limit=EXIT_WAIT)
-        cls._users, cls._store = 0, None
+        cls._store = None
+        cls._users.clear()
 
 
 def initialize_groups(
@@ -200,7 +201,13 @@ def initialize_groups(
     port is opened and `os.environ` is left alone. `timeout` (seconds) bounds each wait for the other ranks.
     """
     cls = ProcessGroups
+    if (cls._made_world or cls._made_model_parallel) and cls._process != os.getpid():
+        raise LlamaError(
+            f"this process (pid {os.getpid()}) was forked from one whose process groups are up (pid {cls._process}): "
+            f"close the generator before the fork, or start this process with 'spawn'"
+        )
     with cls._lock:
+        cls._process = os.getpid()
         try:
             if not dist.is_initialized():
                 _check_size(model_parallel_size, _environment_integer("WORLD_SIZE", "1"))
@@ -221,7 +228,7 @@ def initialize_groups(
                     f"{world_size()} rank(s): pass {world_size()} or None, or close the earlier generator"
                 )
         except BaseException:
-            if cls._users == 0:
+            if not cls._users:
                 destroy_groups(wait=False)
             raise
         return ProcessGroups()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..distributed import rank, world_size
 from ..errors import LlamaError
+from ..interrupts import no_grad
 from ..model import Transformer
 from ..quantization import PackedWeight, Part, Plain
 
@@ -85,7 +86,7 @@ class StaticDecoder:
                 f"{self._device}: pass dtype and device to build"
             )
 
-    @torch.no_grad()
+    @no_grad
     def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
         """Feed each cache row's token at its position; float32 logits (n, v)."""
         self._check()
@@ -205,7 +206,7 @@ def compile_model(model: Transformer) -> StaticDecoder | None:
     return StaticDecoder(model)
 
 
-@torch.no_grad()
+@no_grad
 def take_over(model: Transformer) -> None:
     """Reorder the weights for oneDNN, layer by layer, those that multiply the same input as one."""
     block: Any

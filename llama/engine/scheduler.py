@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..distributed import translate_distributed_errors
-from .cache import cache_rows, move_row
+from ..interrupts import no_grad
+from .cache import in_cache_rows, move_row
 from .overrides import has_hooks_or_overrides
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
@@ -71,33 +72,39 @@ class Scheduler:
                 yield from choose(logits, choosing, self.request, self.sampler)
             self._retire(active)
 
-    @torch.no_grad()
+    @no_grad
     def _prefill(self, new: list[RowState], first: int) -> Tensor:
         """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
-        last: dict[int, Tensor] = {}
-        finite: list[Tensor] = []  # of each row and chunk; looked at once, since every look waits for a GPU
-        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
-        with cache_rows(self.model, first):
-            for start in range(new[0].reused, longest, chunk):
-                feeding = [row for row in new if len(row.prompt) > start]
-                width = min(chunk, longest - start)
-                tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
-                h = self.model.hidden(tokens, start)  # (n, s, d)
-                for row, states in zip(feeding, h, strict=True):
-                    states = states[: len(row.prompt) - start]
-                    finite.append(states.isfinite().all())
-                    if len(row.prompt) <= start + width:
-                        last[row.index] = states[-1]
-                    if row.unscored(self.request):
-                        score_prompt(row, self._head(states), start, self.sampler)
+        last, finite = in_cache_rows(self.model, first, lambda: self._feed(new))
         self._check_finite(new, finite)
         if self.decoder is not None or not self.aligned:
             for i, row in enumerate(new):
                 self.model.clear_row(first + i, len(row.prompt), self._kv_len())
         ending = [last[row.index] for row in new if row.unfinished]
         return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
+
+    def _feed(self, new: list[RowState]) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Each row's last state (d,) by its index, and of each row and chunk whether its states are finite; looked at
+        once, since every look waits for a GPU.
+        """
+        last: dict[int, Tensor] = {}
+        finite: list[Tensor] = []
+        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
+        for start in range(new[0].reused, longest, chunk):
+            feeding = [row for row in new if len(row.prompt) > start]
+            width = min(chunk, longest - start)
+            tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
+            h = self.model.hidden(tokens, start)  # (n, s, d)
+            for row, states in zip(feeding, h, strict=True):
+                states = states[: len(row.prompt) - start]
+                finite.append(states.isfinite().all())
+                if len(row.prompt) <= start + width:
+                    last[row.index] = states[-1]
+                if row.unscored(self.request):
+                    score_prompt(row, self._head(states), start, self.sampler)
+        return last, finite
 
     def _check_finite(self, new: list[RowState], finite: list[Tensor]) -> None:
         """LlamaError naming the row where a prefill met NaN or inf; `finite` as `_prefill` collects it."""
@@ -107,7 +114,7 @@ class Scheduler:
             if not good:
                 raise non_finite(row, f"in prompt positions {start} up")
 
-    @torch.no_grad()
+    @no_grad
     def _decode(self, active: list[RowState]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]
