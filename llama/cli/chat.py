@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import distributed as parallel
 from ..errors import LlamaError
 from ..serving.conversation import Conversation
+from .output import replace_file
 from .session import at_terminal, open_model
 
 _HELP = """/system TEXT  sets the system prompt; without TEXT, removes it
@@ -145,8 +146,7 @@ def _save(conversation: Conversation, path: str) -> str:
     """Write the messages as JSON, on the first rank only."""
     messages = conversation.messages()
     if parallel.rank() == 0:
-        text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        replace_file(path, json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
     return f"(saved {len(messages)} messages to {path})"
 
 

@@ -12,6 +12,7 @@ from .. import distributed as parallel
 from ..engine.sampling import Sampling
 from ..errors import LlamaError
 from ..generation import Llama
+from .output import replace_file
 from .session import open_model
 from .step_trace import StepTrace, piece, trace_steps
 
@@ -201,4 +202,4 @@ def write_page(trace: Trace, path: str) -> None:
     page = resources.files(__package__).joinpath("trace_page.html").read_text(encoding="utf-8")
     data = json.dumps(asdict(trace), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # so that no text can close the script element
-    Path(path).write_text(page.replace("{{DATA}}", data, 1), encoding="utf-8")
+    replace_file(path, page.replace("{{DATA}}", data, 1))
