@@ -147,9 +147,14 @@ class Llama:
                     quantize=quantize,
                 )
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
+            if distributed.world_size() > 1:
+                mine = {"dtype": model.tok_embeddings.weight.dtype, "quantize": quantize, "compile": compile}
+                distributed.check_same_on_all_ranks(
+                    "at build", checkpoints.fingerprint(checkpoint, model, tokenizer, **mine)
+                )
             torch.manual_seed(seed)
         except BaseException:
-            groups.close()
+            groups.close(limit=distributed.EXIT_WAIT)  # perhaps another rank is lost, which took the timeout already
             raise
         print(f"Loaded in {time.time() - start:.2f} seconds")
         return generator

@@ -1,10 +1,44 @@
 """What commands write: text that is safe to print, and files that take their place when they are whole."""
 
 import errno
+import logging
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
+
+# A terminal obeys control characters; those that reorder or break lines would show another text than there is.
+_CONTROLS = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPED = {code: repr(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in "\n\t"}
+
+
+def printable(text: object) -> str:
+    """Text that does nothing to a terminal but stand there: control characters as Python writes them (`\\x1b`), only
+    newline and tab as they are. Character by character, so that chunks of a text may be given one by one.
+    """
+    return str(text).translate(_ESCAPED)
+
+
+class PrintableRecords(logging.Filter):
+    """Makes the messages of a logger printable."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always True."""
+        record.msg, record.args = printable(record.getMessage()), None
+        return True
+
+
+def read_regular_file(path: str, limit: int) -> str:
+    """A text file of at most `limit` bytes. OSError as `open` raises it, ValueError for what is larger or no UTF-8."""
+    descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # waits for no pipe
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    return data.decode()
 
 
 def replace_file(path: str, text: str) -> None:

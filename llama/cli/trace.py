@@ -12,7 +12,7 @@ from .. import distributed as parallel
 from ..engine.sampling import Sampling
 from ..errors import LlamaError
 from ..generation import Llama
-from .output import replace_file
+from .output import printable, replace_file
 from .session import open_model
 from .step_trace import StepTrace, piece, trace_steps
 
@@ -86,7 +86,7 @@ def trace(
         with parallel.raise_on_all_ranks("writing the page"):
             if html and parallel.rank() == 0:
                 write_page(whole, html)
-                print(f"page written to {html}: open it in a browser")
+                print(printable(f"page written to {html}: open it in a browser"))
 
 
 def _check(generator: Llama, length: int, tokens: int, layer: int | None, html: str | None) -> None:

@@ -2,6 +2,7 @@
 finishes makes room for the next prompt. A model with hooks or overrides is called in the published schedule instead.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import translate_distributed_errors
+from ..distributed import check_same_on_all_ranks, translate_distributed_errors, world_size
 from ..interrupts import no_grad
 from .cache import in_cache_rows, move_row
 from .overrides import has_hooks_or_overrides
@@ -49,12 +50,24 @@ class Scheduler:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
         pending = [row for row in self.rows if row.unfinished or row.unscored(self.request)]
         with translate_distributed_errors():
+            if world_size() > 1:
+                check_same_on_all_ranks("on this call", self._settings())
             if not has_hooks_or_overrides(self.model):
                 yield from self._batched_steps(deque(pending))
                 return
             for first in range(0, len(pending), self.batch_size):
                 rows = pending[first : first + self.batch_size]
                 yield from published_steps(self.model, rows, self.request, self.sampler)
+
+    def _settings(self) -> dict[str, object]:
+        """What decides how many forwards this call takes, and of which shapes; of the seed the first rank's counts."""
+        rows = [(row.prompt, row.reused) for row in self.rows]
+        settings = {**vars(self.request), **vars(self.request.sampling)}
+        return {
+            **{name: settings[name] for name in settings.keys() - {"sampling", "stop_text", "seed"}},
+            "the prompts": hashlib.sha256(repr(rows).encode()).hexdigest()[:8],
+            "whether hooks or patches watch the model": has_hooks_or_overrides(self.model),
+        }
 
     def _batched_steps(self, waiting: deque[RowState]) -> Iterator[Step]:
         """Active rows are cache rows 0 to len(active) - 1; whenever one is free and a prompt waits, it moves in."""
