@@ -4,7 +4,6 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, TypedDict
 
 import torch
@@ -147,11 +146,7 @@ class Llama:
                     quantize=quantize,
                 )
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
-            if distributed.world_size() > 1:
-                mine = {"dtype": model.tok_embeddings.weight.dtype, "quantize": quantize, "compile": compile}
-                distributed.check_same_on_all_ranks(
-                    "at build", checkpoints.fingerprint(checkpoint, model, tokenizer, **mine)
-                )
+            checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
         except BaseException:
             groups.close(limit=distributed.EXIT_WAIT)  # perhaps another rank is lost, which took the timeout already
@@ -186,9 +181,7 @@ class Llama:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._groups is not None:
             self._groups.close(wait=error is None)  # after an error another rank may not come to the barrier
 
@@ -357,7 +350,7 @@ class Llama:
         given = check_options(options)
         for i, dialog in enumerate(listed):
             self.chat_format.check(dialog, i)
-        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog)]
+        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]
         dropped = dict.fromkeys(safe, 0)
         for i in safe if drop_oldest else ():
             budget = prompt_budget(self.model.params.max_seq_len, max_gen_len)
@@ -392,7 +385,7 @@ class Llama:
     ) -> Stream[str]:
         """`chat_completion` of one dialog in chunks: joined, they are its answer's "content" for the same seed."""
         self.chat_format.check(dialog)
-        if self.chat_format.is_unsafe(dialog):
+        if self.chat_format.is_unsafe(dialog, self.tokenizer):
             return refused_stream(UNSAFE_ERROR)
         settings: Any = {"temperature": temperature, "top_p": top_p, **options}
         ids = self.chat_format.encode(self.tokenizer, dialog)

@@ -1,13 +1,13 @@
 """Checkpoints: open one of any known format, load it into a model on any number of ranks, write it in another."""
 
 from .checkpoint import Checkpoint
-from .fingerprint import fingerprint
+from .fingerprint import compare_ranks
 from .loading import find_tokenizer, load, load_model, open_checkpoint, pick_scheme, with_defaults
 
 __all__ = [
     "Checkpoint",
+    "compare_ranks",
     "find_tokenizer",
-    "fingerprint",
     "load",
     "load_model",
     "open_checkpoint",

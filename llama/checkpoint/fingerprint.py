@@ -6,20 +6,27 @@ from typing import Any
 
 import torch
 
+from ..distributed import check_same_on_all_ranks, world_size
 from ..model import Transformer
 from .checkpoint import Checkpoint
 from .mapping import raw_bytes
 
 
-def fingerprint(checkpoint: Checkpoint, model: Transformer, tokenizer: Any, **settings: Any) -> dict[str, object]:
-    """The sizes, the settings, and digests of the vocabulary and of a few of each layer's weights."""
+def compare_ranks(checkpoint: Checkpoint, model: Transformer, tokenizer: Any, **settings: Any) -> None:
+    """LlamaError, on every rank alike, where the ranks were not built the same way; for every rank."""
+    if world_size() > 1:
+        check_same_on_all_ranks("at build", _fingerprint(checkpoint, model, tokenizer) | settings)
+
+
+def _fingerprint(checkpoint: Checkpoint, model: Transformer, tokenizer: Any) -> dict[str, object]:
+    """The sizes, and digests of the vocabulary and of a few of each layer's weights."""
     pieces = tokenizer.sp_model.id_to_piece(list(range(tokenizer.n_words)))
     vocabulary = hashlib.sha256(repr((pieces, tokenizer.bos_id, tokenizer.eos_id)).encode("utf-8", "surrogatepass"))
     return {
         **dataclasses.asdict(model.params),
         "the vocabulary": f"{len(pieces)} pieces with digest {vocabulary.hexdigest()[:8]}",
         "the weights' digest": _digest(checkpoint),
-        **settings,
+        "dtype": model.tok_embeddings.weight.dtype,
     }
 
 

@@ -49,6 +49,8 @@ def replace_file(path: str, text: str) -> None:
     data = text.encode()
     target = Path(os.path.realpath(Path(path).expanduser()))
     if target.exists():
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not target.is_file():
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         if not os.access(target, os.W_OK):

@@ -5,6 +5,7 @@ finishes makes room for the next prompt. A model with hooks or overrides is call
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Scheduler:
         """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
-        last, finite = in_cache_rows(self.model, first, lambda: self._feed(new))
+        last, finite = in_cache_rows(self.model, first, partial(self._prefill_chunks, new))
         self._check_finite(new, finite)
         if self.decoder is not None or not self.aligned:
             for i, row in enumerate(new):
@@ -98,7 +99,7 @@ class Scheduler:
         ending = [last[row.index] for row in new if row.unfinished]
         return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
 
-    def _feed(self, new: list[RowState]) -> tuple[dict[int, Tensor], list[Tensor]]:
+    def _prefill_chunks(self, new: list[RowState]) -> tuple[dict[int, Tensor], list[Tensor]]:
         """Each row's last state (d,) by its index, and of each row and chunk whether its states are finite; looked at
         once, since every look waits for a GPU.
         """
