@@ -139,8 +139,15 @@ transfer() { # path, file
     status=$(sed -n 's/^ *HTTP\/[0-9.]* \([1-9][0-9][0-9]\).*/\1/p' "$tmp/status" | tail -n 1)
 }
 
+# A part that seems to be of no use stays until what comes in its place is seen to be the file: a network that wants a
+# sign-in answers anything with its own page.
+set_aside() { mv -f "$1" "$1.kept"; }
+
+give_back() { if [ -f "$1.kept" ]; then mv -f "$1.kept" "$1"; fi; }
+
 refuse_status() { # path, file, size before
     if [ "$3" -eq 0 ] || [ "$(size_of "$2")" -ne "$3" ]; then rm -f "$2"; fi # keep what was there, no body of an error
+    give_back "$2"
     case $status in
         3??) why="the server points elsewhere, and this script follows no redirect" ;;
         401 | 403) why="the link has expired (it is good for a day) or does not cover this model: ask Meta for a new one" ;;
@@ -150,8 +157,10 @@ refuse_status() { # path, file, size before
     die "$1: HTTP status $status: $why."
 }
 
-# Fetches one file into FILE, continuing what is there; tries again as long as each try brings something.
+# Fetches one file into FILE, continuing what is there; tries again as long as each try brings something, and of 20
+# tries in a row one brings a megabyte.
 fetch_part() { # path, file
+    small=0
     while :; do
         before=$(size_of "$2")
         transfer "$1" "$2"
@@ -164,8 +173,9 @@ fetch_part() { # path, file
         after=$(size_of "$2")
         if [ "$client" = curl ] && [ "$code" -eq 33 ] && [ "$before" -gt 0 ]; then
             echo "  the server cannot continue $1: starting over"
-            rm -f "$2"
-        elif [ "$after" -gt "$before" ]; then
+            set_aside "$2"
+        elif [ "$after" -gt "$before" ] && [ "$small" -lt 20 ]; then
+            if [ "$((after - before))" -lt 1000000 ]; then small=$((small + 1)); else small=0; fi
             echo "  the transfer was cut at $after bytes: going on from there"
             sleep 1
         else
@@ -198,7 +208,14 @@ verified() { # name, file, checklist: a file without a sum (params.json, on some
     [ "$(md5_of "$2")" = "$sum" ]
 }
 
+need_place() { # path: a folder there would swallow the file
+    for place in "$1" "$1.part" "$1.part.kept"; do
+        [ ! -e "$place" ] || [ -f "$place" ] || die "$place is in the way: it is a folder or a device, no file. Move it, then run this again."
+    done
+}
+
 fetch_checklist() { # path: small, and always fetched anew
+    need_place "$1"
     rm -f "$1.part"
     fetch_part "$1" "$1.part"
     require_form "$1"
@@ -208,11 +225,16 @@ fetch_checklist() { # path: small, and always fetched anew
 require_form() { # path
     looks_right "$1" "$1.part" && return
     rm -f "$1.part"
+    give_back "$1.part"
     die "$1: HTTP status ${status:-none}, but what came is another thing than this file (a web page of your network?)."
 }
 
 fetch() { # path, checklist
     name=${1##*/}
+    need_place "$1"
+    if [ -f "$1.part.kept" ]; then # the last run was stopped while it started over
+        if [ -f "$1.part" ] && looks_right "$1" "$1.part"; then rm -f "$1.part.kept"; else give_back "$1.part"; fi
+    fi
     if [ -f "$1" ]; then
         if verified "$name" "$1" "$2"; then
             echo "$1: complete"
@@ -227,14 +249,15 @@ fetch() { # path, checklist
     fetch_part "$1" "$1.part"
     require_form "$1"
     if ! verified "$name" "$1.part" "$2"; then
-        rm -f "$1.part"
-        [ "$continued" -gt 0 ] || die "$1: the checksum is wrong: the file was damaged on its way and is removed. Run this again."
+        [ "$continued" -gt 0 ] || { rm -f "$1.part"; die "$1: the checksum is wrong: the file was damaged on its way and is removed. Run this again."; }
+        set_aside "$1.part"
         echo "  the checksum is wrong: starting over"
         fetch_part "$1" "$1.part"
         require_form "$1"
-        verified "$name" "$1.part" "$2" || { rm -f "$1.part"; die "$1: the checksum is wrong again: the file is removed. Run this again later."; }
+        verified "$name" "$1.part" "$2" || { rm -f "$1.part" "$1.part.kept"; die "$1: the checksum is wrong again: the file is removed. Run this again later."; }
     fi
     mv -f "$1.part" "$1"
+    rm -f "$1.part.kept"
 }
 
 fetch_model() { # such as 7B-chat

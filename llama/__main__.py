@@ -1,5 +1,6 @@
 """python -m llama {complete, chat, trace, convert, info, bench}: `--help` after any of them shows its options."""
 
+import logging
 import os
 import sys
 
@@ -9,6 +10,7 @@ from .cli.chat import chat
 from .cli.complete import complete
 from .cli.convert import convert
 from .cli.info import info
+from .cli.output import PrintableRecords, printable
 from .cli.trace import trace
 from .errors import LlamaError
 
@@ -22,6 +24,7 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not None, as when the parent process closed it
             stream.reconfigure(errors="replace")  # for terminals without UTF-8
+    logging.getLogger("llama").addFilter(PrintableRecords())
     try:
         command, options = parse_arguments(COMMANDS, sys.argv[1:])
         command(**options)
@@ -31,7 +34,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at exit
         sys.exit(141)  # what a shell reports for SIGPIPE
     except (LlamaError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

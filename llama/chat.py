@@ -31,8 +31,8 @@ class ChatFormat(Protocol):
         """LlamaError, naming dialog `index` and the message, unless the dialog can be answered."""
         ...
 
-    def is_unsafe(self, dialog: Dialog) -> bool:
-        """Whether a checked dialog holds text that could pose as another turn."""
+    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
+        """Whether a checked dialog holds text that could pose as another turn, as it is or as `tokenizer` reads it."""
         ...
 
     def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
@@ -76,13 +76,15 @@ class Llama2Format:
                 f"{where}, message {len(roles) - 1}: the last message must be from the user, not assistant"
             )
 
-    def is_unsafe(self, dialog: Dialog) -> bool:
+    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
         """As `ChatFormat.is_unsafe`: whether any message holds one of the tags."""
-        return any(tag in message["content"] for message in dialog for tag in SPECIAL_TAGS)
+        texts = [message["content"] for message in dialog]
+        texts += [_normalized(tokenizer, text) for text in texts]
+        return any(tag in text for text in texts for tag in SPECIAL_TAGS)
 
     def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
         """As `ChatFormat.encode`."""
-        *finished, last = self._turns(dialog, index)
+        *finished, last = self._turns(tokenizer, dialog, index)
         ids: list[int] = []
         for turn in finished:
             ids += tokenizer.encode(turn, bos=True, eos=True)
@@ -92,21 +94,23 @@ class Llama2Format:
         """As `ChatFormat.truncate`; each turn is encoded once, and once more where it could come first."""
         lead = dialog[:1] if dialog and dialog[0]["role"] == "system" else []
         turns = dialog[len(lead) :]
-        *finished, last = self._turns(turns)
+        *finished, last = self._turns(tokenizer, turns)
         sizes = [len(tokenizer.encode(turn, bos=True, eos=True)) for turn in finished]
         behind = sum(sizes) + len(tokenizer.encode(last, bos=True, eos=False))
         for i, size in enumerate(sizes):
             kept = turns[2 * i :]
-            first = len(tokenizer.encode(self._turns(lead + kept[:3])[0], bos=True, eos=True)) if lead else size
+            first = (
+                len(tokenizer.encode(self._turns(tokenizer, lead + kept[:3])[0], bos=True, eos=True)) if lead else size
+            )
             behind -= size
             if first + behind <= budget:
                 return lead + kept, 2 * i
         return lead + turns[-1:], len(turns) - 1
 
-    def _turns(self, dialog: Dialog, index: int = 0) -> list[str]:
+    def _turns(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[str]:
         """The prompt's texts: each question with its answer, last the question that waits for one."""
         self.check(dialog, index)
-        if self.is_unsafe(dialog):
+        if self.is_unsafe(dialog, tokenizer):
             raise LlamaError(f"dialog {index}: {UNSAFE_ERROR} Leave out {', '.join(SPECIAL_TAGS)}")
         texts = [message["content"] for message in dialog]
         if dialog[0]["role"] == "system":
@@ -122,6 +126,18 @@ LLAMA2 = Llama2Format()
 def encode_dialog(tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
     """The ids of Llama 2's prompt for a dialog; `index` names it in errors. LlamaError as in `ChatFormat.encode`."""
     return LLAMA2.encode(tokenizer, dialog, index)
+
+
+def _normalized(tokenizer: Any, text: str) -> str:
+    """The text as the vocabulary's own rules rewrite it before it is cut into pieces: NFKC makes full-width brackets
+    plain ones. Where the tokenizer has no such rules, or the text is none that UTF-8 can write, the text itself.
+    """
+    normalize = getattr(getattr(tokenizer, "sp_model", None), "Normalize", None)
+    try:
+        text.encode()
+    except UnicodeError:
+        return text
+    return text if normalize is None else str(normalize(text))
 
 
 def _check_message(message: Any, where: str) -> None:

@@ -4,7 +4,6 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, TypedDict
 
 import torch
@@ -147,9 +146,10 @@ class Llama:
                     quantize=quantize,
                 )
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
+            checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
         except BaseException:
-            groups.close()
+            groups.close(limit=distributed.EXIT_WAIT)  # perhaps another rank is lost, which took the timeout already
             raise
         print(f"Loaded in {time.time() - start:.2f} seconds")
         return generator
@@ -168,6 +168,10 @@ class Llama:
         self.decoder = decoder  # decodes in compiled static shapes
         self.chat_format = chat_format
         self._groups = groups  # closed with the generator
+        cache_state(self)  # which notes the process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_groups": None}  # closing a copy leaves the original's groups up
 
     def close(self) -> None:
         """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
@@ -177,9 +181,7 @@ class Llama:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._groups is not None:
             self._groups.close(wait=error is None)  # after an error another rank may not come to the barrier
 
@@ -216,9 +218,9 @@ class Llama:
         settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
         scheduler = self._schedule(prompt_tokens, max_gen_len, echo and logprobs, **settings)
         bar = tqdm(total=len(scheduler.rows), disable=not options.get("progress"), unit="prompt")
-        with cache_state(self).lock.hold(), bar:
+        with bar:
             bar.update(sum(row.finish_reason is not None for row in scheduler.rows))  # prompts that fill the window
-            for step in scheduler.steps():
+            for step in cache_state(self).lock.hold(scheduler.steps):
                 bar.update(step.finish_reason is not None)
         request = scheduler.request
         tokens, scores = collect(scheduler.rows, request, echo)
@@ -348,7 +350,7 @@ class Llama:
         given = check_options(options)
         for i, dialog in enumerate(listed):
             self.chat_format.check(dialog, i)
-        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog)]
+        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]
         dropped = dict.fromkeys(safe, 0)
         for i in safe if drop_oldest else ():
             budget = prompt_budget(self.model.params.max_seq_len, max_gen_len)
@@ -383,7 +385,7 @@ class Llama:
     ) -> Stream[str]:
         """`chat_completion` of one dialog in chunks: joined, they are its answer's "content" for the same seed."""
         self.chat_format.check(dialog)
-        if self.chat_format.is_unsafe(dialog):
+        if self.chat_format.is_unsafe(dialog, self.tokenizer):
             return refused_stream(UNSAFE_ERROR)
         settings: Any = {"temperature": temperature, "top_p": top_p, **options}
         ids = self.chat_format.encode(self.tokenizer, dialog)
@@ -414,8 +416,7 @@ class Llama:
         """
         prompts, chunk = self._check_prompts(prompt_tokens), check_prefill_chunk(prefill_chunk)
         wanted = check_layers(layers, self.model.params.n_layers)
-        with cache_state(self).lock.hold():
-            return scoring.hidden_states(self.model, prompts, wanted, chunk)
+        return list(cache_state(self).lock.hold(lambda: scoring.hidden_states(self.model, prompts, wanted, chunk)))
 
     def embed(
         self, texts: Sequence[str | list[int]], pooling: str = "mean", *, prefill_chunk: int = Request.prefill_chunk

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
+from .interrupts import no_grad
 
 fs_init = groups.fs_init  # type: ignore[attr-defined]  # programs look for it here
 
@@ -361,7 +362,7 @@ class Transformer(nn.Module):
             params.dim // params.n_heads, params.max_seq_len * 2, getattr(params, "rope_theta", 10000.0)
         )
 
-    @torch.no_grad()
+    @no_grad
     def forward(self, tokens: Tensor, start_pos: int | Tensor) -> Tensor:
         """Ids (b, s) whose first stands at start_pos (an int, or a LongTensor (b,)) to float32 logits (b, s, v).
 
@@ -369,7 +370,7 @@ class Transformer(nn.Module):
         """
         return self.output(self.hidden(tokens, start_pos, published_mask=True)).float()  # type: ignore[no-any-return]
 
-    @torch.no_grad()
+    @no_grad
     def hidden(
         self, tokens: Tensor, start_pos: int | Tensor, kv_len: int | None = None, *, published_mask: bool = False
     ) -> Tensor:

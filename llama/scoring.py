@@ -1,6 +1,6 @@
 """Looking at texts without generating: log-probabilities, hidden states, embeddings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .engine.overrides import has_overrides
 from .errors import LlamaError
+from .interrupts import no_grad, remove_hooks, restoring
 
 
 def score(generate: Callable[..., Any], prompts: list[list[int]], prefill_chunk: int) -> list[dict[str, Any]]:
@@ -16,19 +17,17 @@ def score(generate: Callable[..., Any], prompts: list[list[int]], prefill_chunk:
     return [{"tokens": t, "logprobs": p, "sum": sum(p)} for t, p in zip(tokens, logprobs, strict=True)]
 
 
-def hidden_states(model: Any, prompts: list[list[int]], layers: list[int], prefill_chunk: int) -> list[Tensor]:
+def hidden_states(model: Any, prompts: list[list[int]], layers: list[int], prefill_chunk: int) -> Iterator[Tensor]:
     """The states (layers, seqlen, dim) of each prompt after the blocks in `layers`, -1 after the final norm.
 
     Prompts are fed `max_batch_size` at a time, right-padded, `prefill_chunk` positions at once.
     """
     size = model.params.max_batch_size
-    found: list[Tensor] = []
     for first in range(0, len(prompts), size):
-        found += _batch_states(model, prompts[first : first + size], layers, prefill_chunk)
-    return found
+        yield from _batch_states(model, prompts[first : first + size], layers, prefill_chunk)
 
 
-@torch.no_grad()
+@no_grad
 def _batch_states(model: Any, prompts: list[list[int]], layers: list[int], prefill_chunk: int) -> list[Tensor]:
     """One batch of `hidden_states`, seen by a hook on each layer that is wanted."""
     forward = model.forward if has_overrides(model) else model.hidden  # an override is part of what is looked at
@@ -37,17 +36,17 @@ def _batch_states(model: Any, prompts: list[list[int]], layers: list[int], prefi
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, args, output: chunks[layer].append(output)
 
-    handles = [
-        (model.norm if layer == -1 else model.layers[layer]).register_forward_hook(keep(layer)) for layer in chunks
-    ]
-    try:
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])  # (b, s)
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])  # (b, s)
+    hooks = [(model.norm if layer == -1 else model.layers[layer], keep(layer)) for layer in chunks]
+
+    def feed() -> None:
+        for module, hook in hooks:
+            module.register_forward_hook(hook)
         for start in range(0, longest, prefill_chunk):
             forward(tokens[:, start : start + prefill_chunk], start)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    restoring(feed, lambda: remove_hooks(hooks))
     states = {layer: torch.cat(parts, dim=1) for layer, parts in chunks.items()}  # each (b, s, d)
     return [
         torch.stack([states[layer][row, : len(prompt)] for layer in layers])

@@ -54,6 +54,9 @@ def test_readme_lists_every_page() -> None:
 # ------------------------------------------------------------------------- docs/internals.md: who calls whom, where
 
 
+GUARDS = ("llama/interrupts.py", "llama/engine/cache.py")  # they stand around calls of the tables, in none of them
+
+
 @functools.cache
 def definitions(path: str) -> dict[str, int]:
     """Name (`Class.method` or `function`) to the line of its `def` or `class`."""
@@ -110,7 +113,7 @@ def stacks() -> set[tuple[tuple[str, str], ...]]:
             while at is not None:
                 stack.append(own(at))
                 at = at.f_back  # type: ignore[assignment]
-            found.add(tuple(entry for entry in reversed(stack) if entry is not None))
+            found.add(tuple(entry for entry in reversed(stack) if entry is not None and entry[1] not in GUARDS))
 
     demo = str(ROOT / "checkpoints" / "demo")
     with Llama.build(demo, None, 64, 1, device="cpu", dtype="float32") as generator:
@@ -133,7 +136,7 @@ def tables() -> list[list[tuple[str, str]]]:
     return [calls for calls in found if calls]
 
 
-def test_six_calls_lead_to_the_model(stacks: set[tuple[tuple[str, str], ...]]) -> None:
+def test_seven_calls_lead_to_the_model(stacks: set[tuple[tuple[str, str], ...]]) -> None:
     """The stack at `hidden` is the first table, no more and no less: once through the prefill, once through decode."""
     table = tables()[0]
     prefill, decode = [c for c in table if "_decode" not in c[0]], [c for c in table if "_prefill" not in c[0]]

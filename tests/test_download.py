@@ -309,6 +309,39 @@ def test_a_server_that_cannot_continue(download: Download, here: Path, web: Site
     assert_complete(here, web.pages)
 
 
+def test_a_network_that_wants_a_sign_in_costs_no_part(download: Download, here: Path, web: Site) -> None:
+    """It answers anything with 200 and its page, also what asks to go on: the part of an earlier run stays."""
+    path = f"{FOLDER}/consolidated.00.pth"
+    web.cut[path] = [60_000, 0]
+    assert download()[0] == 1
+    good, web.no_ranges = web.pages[path], True
+    web.pages[path] = b"<!DOCTYPE html><html><body>Please sign in to the network</body></html>"
+    rc, text = download()
+    assert rc == 1 and path in text and "web page" in text
+    assert (here / f"{path}.part").read_bytes() == good[:60_000]
+    web.pages[path], web.no_ranges = good, False
+    web.asked.clear()
+    rc, text = download()
+    assert rc == 0 and (path, "bytes=60000-") in web.asked, text
+    assert_complete(here, web.pages)
+
+
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "consolidated.00.pth.part", "params.json", "checklist.chk"])
+def test_a_folder_in_the_place_of_a_file(download: Download, here: Path, name: str) -> None:
+    (here / FOLDER / name).mkdir(parents=True)
+    rc, text = download()
+    assert rc == 1 and f"{FOLDER}/{name} is in the way" in text and "Done" not in text
+    assert list((here / FOLDER / name).iterdir()) == []
+
+
+def test_a_byte_for_each_connection_is_given_up(download: Download, web: Site) -> None:
+    path = f"{FOLDER}/consolidated.00.pth"
+    web.cut[path] = [1] * 1000
+    rc, text = download()
+    assert rc == 1 and path in text and "Run this again" in text
+    assert web.times(path) == 21
+
+
 def test_a_server_that_is_not_there(download: Download, web: Site) -> None:
     gone = serve({})
     gone.shutdown()

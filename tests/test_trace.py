@@ -18,7 +18,7 @@ import torch
 from helpers import close, make_model, random_ids
 
 from llama import Llama, LlamaError
-from llama.cli.step_trace import StepTrace, attention_weights, record_calls, trace_steps
+from llama.cli.step_trace import CallRecorder, StepTrace, attention_weights, trace_steps
 from llama.cli.trace import quote, trace
 from llama.engine.overrides import has_hooks_or_overrides
 from llama.engine.sampling import Sampling
@@ -96,7 +96,7 @@ def test_attention_weights_times_values_are_the_modules_output(kind: str) -> Non
     model, tokens = make_model(kind), random_ids(1, 10)
     attention, outputs = model.attentions()[1], []
     attention.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    with record_calls(model, 1) as calls, torch.no_grad():
+    with CallRecorder(model, 1) as calls, torch.no_grad():
         for start, end in ((0, 6), (6, 7), (7, 10)):
             model.forward(tokens[:, start:end], start)
             weights = attention_weights(attention, calls["q"].output, *calls["block"].inputs[1:])  # (h, s, t)
@@ -114,7 +114,7 @@ def test_heads_are_those_of_the_layer(steps: list[StepTrace], generator: Llama, 
         (2, 1, 0),
         (3, 1, 0),
     ]
-    with record_calls(generator.model, LAYER) as calls:
+    with CallRecorder(generator.model, LAYER) as calls:
         generator.model.forward(torch.tensor([ids]), 0)
         attention = generator.model.attentions()[LAYER]
         weights = attention_weights(attention, calls["q"].output, *calls["block"].inputs[1:])

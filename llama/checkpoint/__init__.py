@@ -1,6 +1,16 @@
 """Checkpoints: open one of any known format, load it into a model on any number of ranks, write it in another."""
 
 from .checkpoint import Checkpoint
-from .loading import defaults, find_tokenizer, load, load_model, open_checkpoint, pick_scheme
+from .fingerprint import compare_ranks
+from .loading import find_tokenizer, load, load_model, open_checkpoint, pick_scheme, with_defaults
 
-__all__ = ["Checkpoint", "defaults", "find_tokenizer", "load", "load_model", "open_checkpoint", "pick_scheme"]
+__all__ = [
+    "Checkpoint",
+    "compare_ranks",
+    "find_tokenizer",
+    "load",
+    "load_model",
+    "open_checkpoint",
+    "pick_scheme",
+    "with_defaults",
+]

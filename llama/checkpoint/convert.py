@@ -2,6 +2,7 @@
 
 import filecmp
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -38,15 +39,19 @@ def write_checkpoint(source: Source, target: Path, to: str, force: bool = False)
     _check_settings(source, to)
     if to == "llama2c":
         source.dtype_name = "float32"  # the only type of that format
-    _check_target(source.checkpoint, target, force)
     source.checkpoint.check_world("shards", source.shards)
     _tie_equal(source.checkpoint)
     _say_what_becomes_of_the_window(source, to)
-    with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as source.bar:
-        source.bar.total = source.size(source.checkpoint.names())
-        _check_space(target, source.bar.total)
-        with _new_folder(target) as folder:
-            WRITERS[to](source, folder)
+    try:
+        replaced = _check_target(source.checkpoint, target, force)
+        with tqdm(unit="B", unit_scale=True, desc=f"Writing {to}") as source.bar:
+            source.bar.total = source.size(source.checkpoint.names())
+            _check_space(target, source.bar.total)
+            with _new_folder(target, replaced, source.checkpoint.folder) as folder:
+                WRITERS[to](source, folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where a write fails
+        reason = " ".join(str(error).split())
+        raise LlamaError(f"cannot write {target}: {reason:.300}; free space, or give another path") from error
 
 
 def _check_settings(source: Source, to: str) -> None:
@@ -93,20 +98,39 @@ def _say_what_becomes_of_the_window(source: Source, to: str) -> None:
         logger.warning(found, window, window)
 
 
-def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> None:
+def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> tuple[int, int] | None:
+    """The identity of the folder that is to be replaced, or None. LlamaError where that may not be."""
     new, old = target.resolve(), checkpoint.path.resolve()
     if new == old or new in old.parents or old in new.parents:
         raise LlamaError(f"{target} and {checkpoint.path} are one folder, or one holds the other: give another path")
     if not target.exists() and not target.is_symlink():
-        return
+        return None
     if not target.is_dir() or target.is_symlink():
         raise LlamaError(f"{target} exists and is not a folder: give another path")
     files = [path.name for path in target.iterdir()]
     if files and not force:
         raise LlamaError(f"{target} exists and holds {first_few(files)}: give another path, or force=True (--force)")
-    copied = [name for name in files if _same_file(target / name, checkpoint.folder / name)]
-    ours = [name for name in files if name in copied or REPLACEABLE.fullmatch(name)]
-    foreign = [name for name in files if name not in ours or not (target / name).is_file()]
+    _check_replaceable(target, target, checkpoint.folder)
+    sources = [
+        *checkpoint.files,
+        *([old] if old.is_file() else old.iterdir()),
+        *filter(None, [checkpoint.tokenizer_path]),
+    ]
+    if inside := [path.name for path in sources if new in path.resolve().parents]:
+        raise LlamaError(f"{first_few(inside)} of {checkpoint.path} are links into {target}: give another path")
+    return _identity(target) if files else None  # an empty folder can only be taken over as it is
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.lstat()
+    return found.st_dev, found.st_ino
+
+
+def _check_replaceable(folder: Path, target: Path, source: Path) -> None:
+    """LlamaError unless everything in `folder`, which is or was `target`, is a checkpoint's file or one of `source`."""
+    names = [path.name for path in folder.iterdir()]
+    ours = [name for name in names if REPLACEABLE.fullmatch(name) or _same_file(folder / name, source / name)]
+    foreign = [name for name in names if name not in ours or not (folder / name).is_file()]
     if foreign:
         raise LlamaError(f"{target} holds {first_few(foreign)}, which is no part of a checkpoint: it is not replaced")
 
@@ -124,25 +148,37 @@ def _check_space(target: Path, size: int) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place at the end, or is removed if anything stops the writing.
+def _new_folder(target: Path, replaced: tuple[int, int] | None, source: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its place at the end, or is removed if anything stops the writing. What
+    stands there then is replaced only if it is still the folder `replaced`, and holds nothing but a checkpoint.
 
     A run that is killed leaves `.NAME.partial-XXXX`, which has no params.json or config.json: those come last.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    name = target.name.encode()[:200].decode(errors="ignore")  # names have 255 bytes at most
+    folder = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=target.parent))
+    old = folder.with_name(folder.name.replace(".partial-", ".old-"))
     try:
         folder.chmod(0o755)
         yield folder
-        old = folder.with_name(folder.name.replace(".partial-", ".old-"))
-        if target.exists():
+        if replaced is not None:
             target.rename(old)
-        try:
-            folder.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
+            if _identity(old) != replaced:
+                raise LlamaError(f"{target} was replaced by another program meanwhile: it is left as it is")
+            _check_replaceable(old, target, source)
+        _move(folder, target)
         shutil.rmtree(old, ignore_errors=True)
     finally:
+        if old.exists() and not os.path.lexists(target):
+            old.rename(target)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move(folder: Path, target: Path) -> None:
+    """Put a folder at `target`, where there may be an empty folder and nothing else."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if not os.path.lexists(target):
+            raise
+        raise LlamaError(f"{target} appeared while it was being written: it is left as it is; try again") from error

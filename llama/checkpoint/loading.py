@@ -3,12 +3,12 @@
 Opening reads headers only; values are mapped, and read when a rank takes its part (`checkpoint.py`).
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
+from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
 from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized
 from . import hf, llama2c, meta
@@ -45,6 +46,7 @@ FOREIGN_MAGIC = {
 TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
 THREADS = 4  # at most, that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
+T = TypeVar("T")
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -138,7 +140,7 @@ def _open_settings(path: Path) -> Checkpoint:
     return checkpoint
 
 
-@torch.no_grad()
+@no_grad
 def load(
     model: nn.Module,
     checkpoint: Checkpoint,
@@ -208,16 +210,18 @@ def _place(checkpoint: Checkpoint, rank: int, world: int, name: str, parameter: 
     return parameter
 
 
-@contextlib.contextmanager
-def defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have this device and dtype within; torch's defaults are as before afterwards."""
+def with_defaults(device: torch.device, dtype: torch.dtype, make: Callable[[], T]) -> T:
+    """`make()`, within which new tensors have this device and dtype; torch's defaults are as before afterwards."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+
+    def make_there() -> T:
+        torch.set_default_dtype(dtype)
+        if device == torch.get_default_device():  # an interrupt in torch's own `with` could leave the device set
+            return make()
         with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)
+            return make()
+
+    return restoring(make_there, lambda: torch.set_default_dtype(before))
 
 
 def load_model(
@@ -242,8 +246,8 @@ def load_model(
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
     check_memory(args, device, dtype, world_size(), scheme)
-    with defaults(torch.device("cpu") if scheme else device, dtype):  # weights that will be packed are never touched
-        model = Transformer(args)
+    first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
+    model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
     load(model, checkpoint, rank=rank(), world=world_size(), progress=rank() == 0, scheme=scheme, device=place)
     return model

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, get_args
 
+from .output import printable
+
 Command = Callable[..., None]
 
 
@@ -18,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=layout, **settings)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"error: {message} (see {self.prog} --help)\n"))
 
 
 def parse_arguments(commands: Mapping[str, Command], argv: Sequence[str]) -> tuple[Command, dict[str, Any]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import distributed as parallel
-from ..checkpoint import defaults, pick_scheme
+from ..checkpoint import pick_scheme, with_defaults
 from ..checkpoint.memory import check_memory, gigabytes
 from ..engine.compiled import compile_model
 from ..errors import LlamaError
@@ -74,11 +74,15 @@ def random_model(
     args = ModelArgs(*SHAPES[shape][:4], VOCAB_SIZE, *SHAPES[shape][4:], 1e-5, max_batch_size, max_seq_len)
     ranks = 8 if shape == "70b-of-8" else parallel.world_size()
     check_memory(args, device, dtype, ranks, scheme)
-    with defaults(torch.device("cpu") if scheme else device, dtype):  # as `build`: what will be packed is not touched
+
+    def make() -> Transformer:
         with parallel.shard_as(ranks):
             model = Transformer(args)
         if shape == "70b-of-8":  # no other ranks to gather the vectors from
             model.tok_embeddings = parallel.ParallelEmbedding(VOCAB_SIZE, args.dim)
+        return model
+
+    model = with_defaults(torch.device("cpu") if scheme else device, dtype, make)  # as in `build`
     layers = dict(parallel.linear_layers(model)) if scheme else {}
     for name, parameter in list(model.named_parameters()):
         values = torch.ones_like(parameter, device=device) if parameter.ndim == 1 else _noise(parameter, device)

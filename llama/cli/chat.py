@@ -4,11 +4,11 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from .. import distributed as parallel
 from ..errors import LlamaError
 from ..serving.conversation import Conversation
+from .output import printable, read_regular_file, replace_file
 from .session import at_terminal, open_model
 
 _HELP = """/system TEXT  sets the system prompt; without TEXT, removes it
@@ -16,6 +16,7 @@ _HELP = """/system TEXT  sets the system prompt; without TEXT, removes it
 /save FILE    saves the conversation
 /load FILE    continues a saved conversation
 Ctrl-C stops an answer, Ctrl-D ends the chat"""
+_LARGEST = 10_000_000  # bytes of a saved conversation
 _WEEK = 7 * 24 * 3600.0  # seconds that the other ranks wait for the user's next line
 
 
@@ -61,12 +62,12 @@ def chat(
         for line in _lines():
             try:
                 if line.startswith("/"):
-                    print(_run_command(conversation, line))
+                    print(printable(_run_command(conversation, line)))
                 elif line.strip():
                     answer = conversation.ask(line, temperature, top_p, max_gen_len, seed=seed)
                     _print_answer(conversation, answer, speed)
             except LlamaError as error:
-                print(f"({error})")
+                print(printable(f"({error})"))
 
 
 def _lines() -> Iterator[str]:
@@ -100,7 +101,7 @@ def _print_answer(conversation: Conversation, answer: Iterator[str], speed: bool
     try:
         with contextlib.closing(answer):  # type: ignore[type-var]
             for chunk in answer:
-                print(chunk, end="", flush=True)
+                print(printable(chunk), end="", flush=True)
     except KeyboardInterrupt:
         if parallel.world_size() > 1:
             raise
@@ -145,8 +146,7 @@ def _save(conversation: Conversation, path: str) -> str:
     """Write the messages as JSON, on the first rank only."""
     messages = conversation.messages()
     if parallel.rank() == 0:
-        text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        replace_file(path, json.dumps(messages, ensure_ascii=False, indent=1) + "\n")
     return f"(saved {len(messages)} messages to {path})"
 
 
@@ -155,6 +155,6 @@ def _load(conversation: Conversation, path: str) -> str:
     text = ""
     with parallel.raise_on_all_ranks("loading a conversation"):
         if parallel.rank() == 0:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
+            text = read_regular_file(path, _LARGEST)
     conversation.load(json.loads(parallel.broadcast_object(text)))
     return f"(loaded {len(conversation.messages())} messages from {path})"

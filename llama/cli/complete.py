@@ -3,6 +3,7 @@
 import sys
 
 from .. import distributed as parallel
+from .output import printable
 from .session import at_terminal, open_model
 
 DEFAULT_PROMPT = "Once upon a time"
@@ -44,9 +45,9 @@ def complete(
     build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile}
     with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
         prompt = parallel.broadcast_object(_piped_prompt() if prompt is None else prompt)
-        print(prompt, end="", flush=True)
+        print(printable(prompt), end="", flush=True)
         for chunk in generator.stream_text(prompt, temperature, top_p, max_gen_len, seed=seed, keep_space=True):
-            print(chunk, end="", flush=True)
+            print(printable(chunk), end="", flush=True)
         print()
 
 

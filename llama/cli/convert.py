@@ -6,6 +6,7 @@ from ..checkpoint import open_checkpoint
 from ..checkpoint.convert import write_checkpoint
 from ..checkpoint.memory import gigabytes
 from ..checkpoint.source import Source
+from .output import printable
 
 
 def convert(
@@ -36,4 +37,4 @@ def convert(
     """
     source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst)).expanduser()
     write_checkpoint(source, target, to, force)
-    print(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}")
+    print(printable(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}"))

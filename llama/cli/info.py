@@ -9,6 +9,7 @@ from ..checkpoint.memory import count_parameters, gigabytes, memory_estimate
 from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
 from ..errors import LlamaError
+from .output import printable
 
 
 def info(
@@ -37,7 +38,7 @@ def info(
         if not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
     checkpoint.check_world("ranks", ranks)
-    print("\n".join(f"{label:<16}{text}" for label, text in _describe(checkpoint)))
+    print(printable("\n".join(f"{label:<16}{text}" for label, text in _describe(checkpoint))))
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
@@ -80,7 +81,8 @@ def _check_values(checkpoint: Checkpoint) -> None:
         nans, infs = int(tensor.isnan().sum()), int(tensor.isinf().sum())
         digest = hashlib.sha256(raw_bytes(tensor)).hexdigest()[:16]
         note = f"  {nans} NaN, {infs} inf" if nans or infs else ""
-        print(f"{digest}  {str(tensor.dtype).removeprefix('torch.'):<9}{tuple(tensor.shape)!s:<16} {name}{note}")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        print(printable(f"{digest}  {dtype:<9}{tuple(tensor.shape)!s:<16} {name}{note}"))
         if note:
             bad.append(f"{name} ({note.strip()})")
         checkpoint.drop_pages(name)

@@ -4,7 +4,6 @@ A model that has hooks is driven in the published schedule: the whole prompt fir
 in model.py: s tokens fed in a step, t positions so far, h this rank's query heads, v vocabulary.
 """
 
-import contextlib
 import functools
 import math
 import time
@@ -19,6 +18,7 @@ from torch import Tensor
 from .. import distributed as parallel
 from ..engine.sampling import Sampling, distribution, nucleus, row_generator
 from ..generation import Llama
+from ..interrupts import no_grad, remove_hooks, restoring_after
 from ..model import Attention, Transformer, apply_rotary_emb, repeat_kv
 
 CANDIDATES = 5  # per step
@@ -81,27 +81,36 @@ class StepTrace:
     sampling_ms: float
 
 
-@contextlib.contextmanager
-def record_calls(model: Transformer, layer: int) -> Iterator[dict[str, ModuleCall]]:
+class CallRecorder:
     """Within, each forward pass leaves in the dict its calls of the embedding, one layer's modules and the head."""
-    calls: dict[str, ModuleCall] = {}
 
-    def record(name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def __init__(self, model: Transformer, layer: int) -> None:
+        self.calls: dict[str, ModuleCall] = {}
+        block: Any = model.layers[layer]
+        attention = block.attention
+        modules = {"hidden": model.tok_embeddings, "q": attention.wq, "k": attention.wk, "v": attention.wv}
+        modules |= {"block": block, "ffn": block.feed_forward.w1, "logits": model.output}
+        self._hooks: list[tuple[Any, Any]] = [(m, functools.partial(self._record, name)) for name, m in modules.items()]
+
+    def __enter__(self) -> dict[str, ModuleCall]:
+        for module, hook in self._hooks:
+            module.register_forward_hook(hook)
+        return self.calls
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks off; none may be there."""
+        remove_hooks(self._hooks)
+
+    def _record(self, name: str, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if name in ("hidden", "logits") and output.is_cuda:
             torch.cuda.synchronize(output.device)  # so that the time is that of the kernels, not of their launch
-        calls[name] = ModuleCall(inputs, output, time.perf_counter())
-
-    block: Any = model.layers[layer]
-    attention = block.attention
-    modules = {"hidden": model.tok_embeddings, "q": attention.wq, "k": attention.wk, "v": attention.wv}
-    modules |= {"block": block, "ffn": block.feed_forward.w1, "logits": model.output}
-    with contextlib.ExitStack() as hooks:
-        for name, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(functools.partial(record, name)))  # removes itself
-        yield calls
+        self.calls[name] = ModuleCall(inputs, output, time.perf_counter())
 
 
-@torch.no_grad()
+@no_grad
 def attention_weights(
     attention: Attention, q: Tensor, start_pos: int, freqs_cis: Tensor, mask: Tensor | None
 ) -> Tensor:
@@ -125,12 +134,26 @@ def trace_steps(
     `layer` is the one whose attention is recorded, None for none. Unless `whole`, mask and attention are those of the
     last token fed only: for a prompt of 4096 tokens all of it would be gigabytes.
     """
+    recorder = CallRecorder(generator.model, layer or 0)
+    steps = _trace_steps(generator, ids, tokens, settings, layer, whole, recorder)
+    return restoring_after(steps, recorder.remove)
+
+
+def _trace_steps(
+    generator: Llama,
+    ids: list[int],
+    tokens: int,
+    settings: Sampling,
+    layer: int | None,
+    whole: bool,
+    recorder: CallRecorder,
+) -> Iterator[StepTrace]:
     temperature, top_p, seed = settings.temperature, settings.top_p, settings.seed
     uniforms = None if seed is None or temperature == 0 else row_generator(seed, ids, 0)  # repeats the sampler's draws
     text_ids, tokenizer, rows = list(ids), generator.tokenizer, slice(None) if whole else slice(-1, None)
     attention = generator.model.attentions()[layer or 0]
     stream = generator.stream([ids], tokens, temperature, top_p, seed=seed)
-    with contextlib.closing(stream), record_calls(generator.model, layer or 0) as calls:
+    with stream, recorder as calls:
         for number, step in enumerate(stream, 1):
             now = time.perf_counter()
             text_ids.append(step.token)

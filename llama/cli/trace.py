@@ -12,6 +12,7 @@ from .. import distributed as parallel
 from ..engine.sampling import Sampling
 from ..errors import LlamaError
 from ..generation import Llama
+from .output import printable, replace_file
 from .session import open_model
 from .step_trace import StepTrace, piece, trace_steps
 
@@ -85,7 +86,7 @@ def trace(
         with parallel.raise_on_all_ranks("writing the page"):
             if html and parallel.rank() == 0:
                 write_page(whole, html)
-                print(f"page written to {html}: open it in a browser")
+                print(printable(f"page written to {html}: open it in a browser"))
 
 
 def _check(generator: Llama, length: int, tokens: int, layer: int | None, html: str | None) -> None:
@@ -201,4 +202,4 @@ def write_page(trace: Trace, path: str) -> None:
     page = resources.files(__package__).joinpath("trace_page.html").read_text(encoding="utf-8")
     data = json.dumps(asdict(trace), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # so that no text can close the script element
-    Path(path).write_text(page.replace("{{DATA}}", data, 1), encoding="utf-8")
+    replace_file(path, page.replace("{{DATA}}", data, 1))

@@ -1,7 +1,9 @@
 """Ranks that share one model: process groups and their life, devices, and the three tensor-parallel layers."""
 
+from .agreement import check_same_on_all_ranks
 from .devices import pick_device, pick_dtype
 from .groups import (
+    EXIT_WAIT,
     ProcessGroups,
     broadcast,
     broadcast_object,
@@ -16,12 +18,14 @@ from .groups import (
 from .layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, linear_layers
 
 __all__ = [
+    "EXIT_WAIT",
     "ColumnParallelLinear",
     "ParallelEmbedding",
     "ProcessGroups",
     "RowParallelLinear",
     "broadcast",
     "broadcast_object",
+    "check_same_on_all_ranks",
     "destroy_groups",
     "initialize_groups",
     "linear_layers",

@@ -5,10 +5,12 @@ import contextlib
 import datetime
 import io
 import os
+import queue
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any, TextIO
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ except ImportError as error:
 from ..arguments import check_number
 from ..errors import LlamaError
 
+T = TypeVar("T")
 _pretended_world_size: int | None = None
 
 
@@ -66,7 +69,8 @@ def translate_distributed_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if world_size() == 1 or not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+        gloo = ("gloo/transport", "pair closure")
+        if world_size() == 1 or not (isinstance(error, dist.DistError) or any(words in str(error) for words in gloo)):
             raise
         raise LlamaError(
             f"rank {rank()} of {world_size()} lost another rank, which ended or did not answer within build's timeout: "
@@ -84,6 +88,15 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+@translate_distributed_errors()
+def gather_objects(value: T) -> list[T]:
+    """Every rank's (picklable) value, on every rank."""
+    found = [value] * world_size()
+    if len(found) > 1:
+        dist.all_gather_object(found, value, group=fs_init.get_model_parallel_group())
+    return found
+
+
 @contextlib.contextmanager
 def raise_on_all_ranks(doing: str) -> Iterator[None]:
     """Run the body on every rank; if it fails on any, it fails on all, with that rank's message.
@@ -95,14 +108,10 @@ def raise_on_all_ranks(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    if world_size() > 1:
-        messages: list[str | None] = [None] * world_size()
-        mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-        with translate_distributed_errors():
-            dist.all_gather_object(messages, mine, group=fs_init.get_model_parallel_group())
-        others = [f"rank {r} failed {doing}: {text}" for r, text in enumerate(messages) if text is not None]
-        if failure is None and others:
-            raise LlamaError(others[0])
+    messages = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    others = [f"rank {r} failed {doing}: {text}" for r, text in enumerate(messages) if text is not None]
+    if failure is None and others:
+        raise LlamaError(others[0])
     if failure is not None:
         raise failure
 
@@ -116,7 +125,8 @@ class ProcessGroups:
     Groups that the caller had made before stay up.  While open, ranks other than the first print nothing to stdout.
     """
 
-    _users = 0  # open ProcessGroups in this process
+    _users: ClassVar["weakref.WeakSet[ProcessGroups]"] = weakref.WeakSet()  # open; a lost one counts no more
+    _process = 0  # that put them up
     _worlds_made = 0
     # what `_rendezvous` found, by the variables it was found with: kept for later groups
     _store: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None
@@ -127,9 +137,7 @@ class ProcessGroups:
 
     def __init__(self) -> None:
         self.is_open = True
-        self._process = os.getpid()
-        with ProcessGroups._lock:
-            ProcessGroups._users += 1
+        ProcessGroups._users.add(self)
         self._mute()
 
     def _mute(self) -> None:
@@ -138,18 +146,18 @@ class ProcessGroups:
             cls._stdout, cls._muted = sys.stdout, open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
             sys.stdout = cls._muted
 
-    def close(self, wait: bool = True) -> None:
-        """Idempotent. Waits for the other ranks, since leaving a gloo group early can abort them; not after an error,
-        when they may be gone.
+    def close(self, wait: bool = True, limit: datetime.timedelta | None = None) -> None:
+        """Idempotent. Waits for the other ranks, `limit` at most, since leaving a gloo group early can abort them; not
+        after an error, when they may be gone.
         """
         cls = ProcessGroups
+        if self not in cls._users or cls._process != os.getpid():  # a forked child has no part in the groups
+            return
         with cls._lock:
-            if not self.is_open or self._process != os.getpid():  # a forked child has no part in the groups
-                return
             self.is_open = False
-            cls._users -= 1
-            if cls._users == 0:
-                destroy_groups(wait)
+            cls._users.discard(self)
+            if not cls._users:
+                destroy_groups(wait, limit)
 
 
 EXIT_WAIT = datetime.timedelta(seconds=5)  # for the other ranks, at the end of a program that never called `close`
@@ -185,7 +193,8 @@ def _at_exit(process: int) -> None:
         failed = getattr(sys, "last_value", None) is not None  # an exception is ending this rank
         with contextlib.suppress(Exception):
             destroy_groups(wait=not failed, limit=EXIT_WAIT)
-        cls._users, cls._store = 0, None
+        cls._store = None
+        cls._users.clear()
 
 
 def initialize_groups(
@@ -200,7 +209,13 @@ def initialize_groups(
     port is opened and `os.environ` is left alone. `timeout` (seconds) bounds each wait for the other ranks.
     """
     cls = ProcessGroups
+    if (cls._made_world or cls._made_model_parallel) and cls._process != os.getpid():
+        raise LlamaError(
+            f"this process (pid {os.getpid()}) was forked from one whose process groups are up (pid {cls._process}): "
+            f"close the generator before the fork, or start this process with 'spawn'"
+        )
     with cls._lock:
+        cls._process = os.getpid()
         try:
             if not dist.is_initialized():
                 _check_size(model_parallel_size, _environment_integer("WORLD_SIZE", "1"))
@@ -221,7 +236,7 @@ def initialize_groups(
                     f"{world_size()} rank(s): pass {world_size()} or None, or close the earlier generator"
                 )
         except BaseException:
-            if cls._users == 0:
+            if not cls._users:
                 destroy_groups(wait=False)
             raise
         return ProcessGroups()
@@ -294,7 +309,28 @@ def _rendezvous(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
     address = (str(os.getpid()), *(os.environ[name] for name in names))
     if ProcessGroups._store is None or ProcessGroups._store[0] != address:
         wait: dict[str, Any] = {"timeout": limit} if limit else {}
-        ProcessGroups._store = address, next(rendezvous("env://", **wait))
+        ProcessGroups._store = address, _within(limit, lambda: next(rendezvous("env://", **wait)))
     if limit is not None:
         ProcessGroups._store[1][0].set_timeout(limit)
     return ProcessGroups._store[1]
+
+
+def _within(limit: datetime.timedelta | None, work: Callable[[], T]) -> T:
+    """`work()` in a thread that is given up at the limit: torch waits for ever for a program that answers nothing."""
+    results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(work())
+        except BaseException as error:
+            results.put(error)
+
+    seconds = (limit or dist.default_pg_timeout).total_seconds()
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result = results.get(timeout=seconds + 2)  # torch's own message comes first where it has one
+    except queue.Empty:
+        raise RuntimeError(f"nothing that speaks torch's protocol answered within {seconds:g} s") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -1,46 +1,97 @@
 """The cache of a model between calls: who may use it, which ids it still holds, and its rows."""
 
 import contextlib
+import inspect
+import os
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+from typing_extensions import Self
 
 from ..errors import LlamaError
+from ..interrupts import restoring
 from ..model import Transformer
+
+T = TypeVar("T")
+
+
+class _Turn(NamedTuple):
+    """One caller in the queue."""
+
+    items: "weakref.ref[Generator[Any, None, None]]"
+    thread: int
+    streaming: bool
+
+    def is_over(self) -> bool:
+        """Whether what the caller iterates over has ended, by whatever exception, or is gone."""
+        items = self.items()
+        return items is None or inspect.getgeneratorstate(items) == inspect.GEN_CLOSED
 
 
 class CacheLock:
-    """Who may use a model's cache: callers in other threads wait, unless a stream is open."""
+    """Who may use a model's cache: callers in other threads wait, unless a stream is open.
+
+    It is a queue that nobody has to leave: a turn is over when its generator is, so that no interrupt can keep it, and
+    every change is one operation of a list, which no thread sees half done.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._owner: int | None = None  # a thread
-        self._streaming = False
+        self._queue: list[_Turn] = []
+        self._process = os.getpid()
+        self.reserved_for: int | None = None  # the only thread that may call, or 0 for none (serving/ranks.py)
 
-    @contextlib.contextmanager
-    def hold(self, streaming: bool = False) -> Iterator[None]:
-        """Within, the cache is the caller's. LlamaError "busy" while a stream is open, or from within a call (a hook)
-        of the same thread.
+    def hold(self, items: Callable[[], Iterator[T]], streaming: bool = False) -> Iterator[T]:
+        """The items of `items()`; from the first one until they end or are dropped, the cache is theirs. LlamaError
+        "busy" while a stream is open, or from within a call (a hook) of the same thread.
         """
-        with self._changed:
-            while self._owner is not None:
-                self._check_busy()
-                self._changed.wait()
-            self._owner, self._streaming = threading.get_ident(), streaming
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._owner, self._streaming = None, False
-                self._changed.notify_all()
 
-    def _check_busy(self) -> None:
-        if self._streaming:
-            raise LlamaError("this generator is busy: a stream on it is open; exhaust it or call its close() first")
-        if self._owner == threading.get_ident():
-            raise LlamaError("this generator is busy: the call came from within another one on it; let that end first")
+        def run() -> Generator[T, None, None]:
+            self.check_process()
+            self._wait(_Turn(me, threading.get_ident(), streaming))
+            yield from items()
+
+        running = run()
+        me = weakref.ref(running)
+        return running
+
+    def check_process(self) -> None:
+        """LlamaError in a forked child: torch's threads, and another thread's turn, stayed behind in the parent."""
+        if self._process != os.getpid():
+            raise LlamaError(
+                f"this process (pid {os.getpid()}) was forked from the one that made this generator (pid "
+                f"{self._process}): use it there, or start this process with 'spawn' and build one here"
+            )
+
+    def _wait(self, turn: _Turn) -> None:
+        """Queue up until all who came before are through."""
+        self._queue.append(turn)
+        while True:
+            ahead = [other for other in self._queue[: self._queue.index(turn)] if not self._remove_if_over(other)]
+            if self.reserved_for not in (None, turn.thread):
+                raise LlamaError(
+                    "this generator is being served on several ranks, and only this rank made that call: it would "
+                    "wait for the others for ever; use the call(...) that serve() hands you"
+                )
+            if not ahead:
+                return
+            if ahead[0].streaming:
+                raise LlamaError("this generator is busy: a stream on it is open; exhaust it or call its close() first")
+            if any(other.thread == turn.thread for other in ahead):
+                raise LlamaError(
+                    "this generator is busy: the call came from within another one on it; let that end first"
+                )
+            time.sleep(0.002 * min(len(ahead), 25))
+
+    def _remove_if_over(self, turn: _Turn) -> bool:
+        over = turn.is_over()
+        if over:
+            with contextlib.suppress(ValueError):  # another thread was quicker
+                self._queue.remove(turn)
+        return over
 
 
 @dataclass
@@ -59,6 +110,9 @@ class CacheState:
         """The ids that cache row 0 holds, none where weights or cache were written to since; they count once."""
         ids, self.ids = self.ids, []
         return ids if ids and self.versions == _versions(model) else []
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)()  # of another model
 
 
 _STATES: "weakref.WeakKeyDictionary[Any, CacheState]" = weakref.WeakKeyDictionary()
@@ -84,16 +138,18 @@ def _versions(model: Any) -> tuple[Any, ...]:
     return (model.n_forwards, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
 
 
-@contextlib.contextmanager
-def cache_rows(model: Transformer, first: int) -> Iterator[None]:
-    """Within, the rows that are fed are the cache's from row `first` on: new prompts beside rows that are decoding."""
-    for attention in model.attentions():
-        attention.first_row = first
-    try:
-        yield
-    finally:
+def in_cache_rows(model: Transformer, first: int, run: Callable[[], T]) -> T:
+    """`run()`, whose rows are the cache's from row `first` on: new prompts beside rows that are decoding."""
+
+    def set_first(row: int) -> None:
         for attention in model.attentions():
-            attention.first_row = 0
+            attention.first_row = row
+
+    def run_there() -> T:
+        set_first(first)
+        return run()
+
+    return restoring(run_there, lambda: set_first(0))
 
 
 def move_row(model: Transformer, source: int, target: int, end: int) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..distributed import rank, world_size
 from ..errors import LlamaError
+from ..interrupts import no_grad
 from ..model import Transformer
 from ..quantization import PackedWeight, PrepackedWeight, RowSlice
 
@@ -77,7 +78,7 @@ class StaticDecoder:
         self._compiled: dict[int, DecodeStep] = {}  # by rows
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by rows and kv_len
 
-    @torch.no_grad()
+    @no_grad
     def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
         """Feed each cache row's token at its position; float32 logits (n, v)."""
         self._check_unchanged()
@@ -209,7 +210,7 @@ def compile_model(model: Transformer) -> StaticDecoder | None:
     return None
 
 
-@torch.no_grad()
+@no_grad
 def prepack_weights(model: Transformer, wrap: Callable[[PackedWeight], PackedWeight]) -> None:
     """Prepack the weights for oneDNN, layer by layer, fusing those with the same input; `wrap` all packed ones."""
     block: Any

@@ -123,16 +123,15 @@ def stream_steps(generator: Any, scheduler: Scheduler, options: Mapping[str, Any
     state, model, rows = cache_state(generator), scheduler.model, scheduler.rows
 
     def steps() -> Iterator[Step]:
-        with state.lock.hold(streaming=True):
-            if reuse:
-                scheduler.reuse_prefix(state.take(model))
-            try:
-                yield from scheduler.steps()
-            finally:
-                if len(rows) == 1 and rows[0].output:
-                    state.note(model, rows[0].tokens[:-1])
+        if reuse:
+            scheduler.reuse_prefix(state.take(model))
+        try:
+            yield from scheduler.steps()
+        finally:
+            if len(rows) == 1 and rows[0].output:
+                state.note(model, rows[0].tokens[:-1])
 
-    return Stream(steps(), rows, scheduler.request)
+    return Stream(state.lock.hold(steps, streaming=True), rows, scheduler.request)
 
 
 def stream_text(tokenizer: Any, steps: Stream[Step], stops: Sequence[str], keep_space: bool) -> Stream[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..distributed import broadcast
 from ..errors import LlamaError
+from ..interrupts import no_grad
 from .request import RowState
 from .sampling import (
     History,
@@ -48,7 +49,7 @@ class Sampler:
             row.generator = row_generator(settings.seed or 0, row.prompt, copies[tuple(row.prompt)])
             copies[tuple(row.prompt)] += 1
 
-    @torch.no_grad()
+    @no_grad
     def sample(self, logits: Tensor, rows: Sequence[RowState], logprobs: bool = False, probs: bool = False) -> Samples:
         """One token for each row of raw logits (n, v), with log-probabilities and the distribution where asked.
 

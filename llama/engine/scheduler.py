@@ -2,15 +2,18 @@
 finishes makes room for the next prompt. A model with hooks or overrides is called in the published schedule instead.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import translate_distributed_errors
-from .cache import cache_rows, move_row
+from ..distributed import check_same_on_all_ranks, translate_distributed_errors, world_size
+from ..interrupts import no_grad
+from .cache import in_cache_rows, move_row
 from .overrides import has_hooks_or_overrides
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
@@ -48,12 +51,24 @@ class Scheduler:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
         pending = [row for row in self.rows if row.unfinished or row.unscored(self.request)]
         with translate_distributed_errors():
+            if world_size() > 1:
+                check_same_on_all_ranks("on this call", self._settings())
             if not has_hooks_or_overrides(self.model):
                 yield from self._batched_steps(deque(pending))
                 return
             for first in range(0, len(pending), self.batch_size):
                 rows = pending[first : first + self.batch_size]
                 yield from published_steps(self.model, rows, self.request, self.sampler)
+
+    def _settings(self) -> dict[str, object]:
+        """What decides how many forwards this call takes, and of which shapes; of the seed the first rank's counts."""
+        rows = [(row.prompt, row.reused) for row in self.rows]
+        settings = {**vars(self.request), **vars(self.request.sampling)}
+        return {
+            **{name: settings[name] for name in settings.keys() - {"sampling", "stop_text", "seed"}},
+            "the prompts": hashlib.sha256(repr(rows).encode()).hexdigest()[:8],
+            "whether hooks or patches watch the model": has_hooks_or_overrides(self.model),
+        }
 
     def _batched_steps(self, waiting: deque[RowState]) -> Iterator[Step]:
         """Active rows are cache rows 0 to len(active) - 1; whenever one is free and a prompt waits, it moves in."""
@@ -71,33 +86,39 @@ class Scheduler:
                 yield from choose(logits, choosing, self.request, self.sampler)
             self._retire(active)
 
-    @torch.no_grad()
+    @no_grad
     def _prefill(self, new: list[RowState], first: int) -> Tensor:
         """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
-        last: dict[int, Tensor] = {}
-        finite: list[Tensor] = []  # of each row and chunk; looked at once, since every look waits for a GPU
-        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
-        with cache_rows(self.model, first):
-            for start in range(new[0].reused, longest, chunk):
-                feeding = [row for row in new if len(row.prompt) > start]
-                width = min(chunk, longest - start)
-                tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
-                h = self.model.hidden(tokens, start)  # (n, s, d)
-                for row, states in zip(feeding, h, strict=True):
-                    states = states[: len(row.prompt) - start]
-                    finite.append(states.isfinite().all())
-                    if len(row.prompt) <= start + width:
-                        last[row.index] = states[-1]
-                    if row.unscored(self.request):
-                        score_prompt(row, self._head(states), start, self.sampler)
+        last, finite = in_cache_rows(self.model, first, partial(self._prefill_chunks, new))
         self._check_finite(new, finite)
         if self.decoder is not None or not self.aligned:
             for i, row in enumerate(new):
                 self.model.clear_row(first + i, len(row.prompt), self._kv_len())
         ending = [last[row.index] for row in new if row.unfinished]
         return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
+
+    def _prefill_chunks(self, new: list[RowState]) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Each row's last state (d,) by its index, and of each row and chunk whether its states are finite; looked at
+        once, since every look waits for a GPU.
+        """
+        last: dict[int, Tensor] = {}
+        finite: list[Tensor] = []
+        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
+        for start in range(new[0].reused, longest, chunk):
+            feeding = [row for row in new if len(row.prompt) > start]
+            width = min(chunk, longest - start)
+            tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
+            h = self.model.hidden(tokens, start)  # (n, s, d)
+            for row, states in zip(feeding, h, strict=True):
+                states = states[: len(row.prompt) - start]
+                finite.append(states.isfinite().all())
+                if len(row.prompt) <= start + width:
+                    last[row.index] = states[-1]
+                if row.unscored(self.request):
+                    score_prompt(row, self._head(states), start, self.sampler)
+        return last, finite
 
     def _check_finite(self, new: list[RowState], finite: list[Tensor]) -> None:
         """LlamaError naming the row where a prefill met NaN or inf; `finite` as `_prefill` collects it."""
@@ -107,7 +128,7 @@ class Scheduler:
             if not good:
                 raise non_finite(row, f"in prompt positions {start} up")
 
-    @torch.no_grad()
+    @no_grad
     def _decode(self, active: list[RowState]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]

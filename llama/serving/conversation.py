@@ -44,7 +44,9 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
-        if text and self.generator.chat_format.is_unsafe([{"role": "system", "content": text}]):
+        if text and self.generator.chat_format.is_unsafe(
+            [{"role": "system", "content": text}], self.generator.tokenizer
+        ):
             raise LlamaError(f"the system text {text!r:.60} holds one of {', '.join(SPECIAL_TAGS)}: leave it out")
         self._system = text or None
 
@@ -56,7 +58,7 @@ class Conversation:
         """Go on with another dialog, which ends with an answer. LlamaError, and nothing changed, where it is none."""
         chat_format = self.generator.chat_format
         chat_format.check([*messages, {"role": "user", "content": ""}] if isinstance(messages, list) else messages)
-        if chat_format.is_unsafe(messages):
+        if chat_format.is_unsafe(messages, self.generator.tokenizer):
             raise LlamaError(f"the dialog holds one of {', '.join(SPECIAL_TAGS)}: leave it out")
         lead = [message["content"] for message in messages[:1] if message["role"] == "system"]
         self.system = lead[0] if lead else None
@@ -85,7 +87,7 @@ class Conversation:
         if max_gen_len is not None:
             check_integer("max_gen_len", max_gen_len, 1, "None or an integer from 1 up: an answer needs a token")
         self._begin()
-        if chat_format.is_unsafe([question]):
+        if chat_format.is_unsafe([question], generator.tokenizer):
             return refused_stream(UNSAFE_ERROR)
         budget = prompt_budget(generator.model.params.max_seq_len, max_gen_len)
         dialog, dropped = chat_format.truncate(generator.tokenizer, [*self.messages(), question], budget)
@@ -115,5 +117,5 @@ class Conversation:
         """The dialog after a turn: what was left of it for the prompt, and the answer."""
         reply: Message = {"role": "assistant", "content": answer}
         turns = [message for message in dialog if message["role"] != "system"]
-        self.dropped, self.kept = dropped, not self.generator.chat_format.is_unsafe([reply])
+        self.dropped, self.kept = dropped, not self.generator.chat_format.is_unsafe([reply], self.generator.tokenizer)
         self.dialog = [*turns, reply] if self.kept else turns[:-1]

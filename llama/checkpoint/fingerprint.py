@@ -1,0 +1,42 @@
+"""What ranks that share a model must have in common, small enough to compare."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+
+from ..distributed import check_same_on_all_ranks, world_size
+from ..model import Transformer
+from .checkpoint import Checkpoint
+from .mapping import raw_bytes
+
+
+def compare_ranks(checkpoint: Checkpoint, model: Transformer, tokenizer: Any, **settings: Any) -> None:
+    """LlamaError, on every rank alike, where the ranks were not built the same way; for every rank."""
+    if world_size() > 1:
+        check_same_on_all_ranks("at build", _fingerprint(checkpoint, model, tokenizer) | settings)
+
+
+def _fingerprint(checkpoint: Checkpoint, model: Transformer, tokenizer: Any) -> dict[str, object]:
+    """The sizes, and digests of the vocabulary and of a few of each layer's weights."""
+    pieces = tokenizer.sp_model.id_to_piece(list(range(tokenizer.n_words)))
+    vocabulary = hashlib.sha256(repr((pieces, tokenizer.bos_id, tokenizer.eos_id)).encode("utf-8", "surrogatepass"))
+    return {
+        **dataclasses.asdict(model.params),
+        "the vocabulary": f"{len(pieces)} pieces with digest {vocabulary.hexdigest()[:8]}",
+        "the weights' digest": _digest(checkpoint),
+        "dtype": model.tok_embeddings.weight.dtype,
+    }
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    """Of the first row of every weight, in float32: the same in every format, type permitting, and number of files."""
+    digest = hashlib.sha256()
+    for name, weight in checkpoint.weights.items():
+        if weight.codec is not None:  # a row would take the whole weight to dequantize; norms and embedding will do
+            continue
+        rows = [one.values() for one in weight.slices(0, 0, 1)]
+        row = torch.cat(rows, dim=-1).float().contiguous()
+        digest.update(name.encode() + raw_bytes(row))
+    return digest.hexdigest()[:8]
