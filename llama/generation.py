@@ -171,8 +171,7 @@ class Llama:
 
     def close(self) -> None:
         """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
-        if self._groups is not None:
-            self._groups.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -180,8 +179,13 @@ class Llama:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(wait=error is None)  # after an error another rank may not come to the barrier
+
+    def _close(self, wait: bool = True) -> None:
+        if self.decoder is not None:
+            self.decoder.close()
         if self._groups is not None:
-            self._groups.close(wait=error is None)  # after an error another rank may not come to the barrier
+            self._groups.close(wait)
 
     @property
     def device(self) -> torch.device:

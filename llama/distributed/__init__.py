@@ -1,6 +1,6 @@
 """Ranks that share one model: process groups and their life, devices, and the three tensor-parallel layers."""
 
-from .devices import pick_device, pick_dtype
+from .devices import pick_device, pick_dtype, send
 from .groups import (
     ProcessGroups,
     broadcast,
@@ -29,6 +29,7 @@ __all__ = [
     "pick_dtype",
     "raise_on_all_ranks",
     "rank",
+    "send",
     "shard_as",
     "translate_distributed_errors",
     "world_size",
