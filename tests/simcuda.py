@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 TORCH = "2.13"  # it stands on how this version calls its two modes; others have not been tried
 MAY_MIX = {"aten::copy_", "aten::_to_copy", "aten::set_", "aten::set_data"}
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 WAITING |= {"aten::unique_dim", "aten::_unique2", "aten::allclose"}
+ASSERTING = INDEXING | {"aten::embedding", "aten::gather", "aten::scatter", "aten::multinomial", "aten::index_select"}
 CPU_ONLY = ("for_cpu", "mkldnn", "_weight_int8pack_mm", "quantized")
 
 
@@ -50,6 +50,19 @@ def place() -> str:
             return f"{file} {frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
+
+
+class DeviceAssert(Exception):
+    """What a kernel would have found wrong on the device: no CUDA call of the process would work from then on."""
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments or results, in lists as well."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 class Notes:
@@ -190,9 +203,8 @@ class _Function(TorchFunctionMode):
             self.cuda.note("there, waits")
         with self.cuda.alone(making=there):
             made = func(*args, **{**kwargs, "device": torch.device("cpu")})
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self.cuda.devices.set(tensor, there)
+        for tensor in tensors_in((made,)):
+            self.cuda.devices.set(tensor, there)
         return made
 
     def _move(self, func: Any, here: int | None, args: Any, kwargs: Any) -> Tensor:
@@ -240,7 +252,7 @@ class _Dispatch(TorchDispatchMode):
         if cuda.quiet:
             return func(*args, **kwargs)
         name = func._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         places = [cuda.devices.get(tensor) for tensor in tensors]
         target = next((found for found in places if found is not None), cuda.making)
         if name == "aten::copy_" and len(places) == 2 and places[0] != places[1]:
@@ -250,14 +262,19 @@ class _Dispatch(TorchDispatchMode):
             )
         elif any(found is not None for found in places):
             self._check(name, args, kwargs, tensors, places, target)
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (IndexError, RuntimeError) as error:
+            if target is not None and name in ASSERTING:
+                raise DeviceAssert(f"{name}: {error}") from error
+            raise
         if target is not None:
             cuda.ops[name] += 1
             if cuda.tape is not None and target == cuda.tape_device:
                 cuda.tape.append((func, args, kwargs, out))
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor) and cuda.devices.get(leaf) is None:
-                    cuda.devices.set(leaf, target)
+            for tensor in tensors_in((out,)):
+                if cuda.devices.get(tensor) is None:
+                    cuda.devices.set(tensor, target)
         return out
 
     def _copied(self, places: list[Any], asynchronous: bool) -> None:
@@ -325,8 +342,8 @@ class _CUDAGraph:
         """Everything again that the capture recorded, results where they were."""
         with self.cuda.alone():
             for func, args, kwargs, before in self.tape:
-                for old, new in zip(tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                for old, new in zip(tensors_in((before,)), tensors_in((func(*args, **kwargs),)), strict=True):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
     def reset(self) -> None:
@@ -420,9 +437,8 @@ def _pretend_nccl(cuda: Pretend) -> list[tuple[Any, str, Any]]:
                 assert cuda.current == device.index, (
                     f"{name}: the current device is {cuda.current}, this rank's {device}"
                 )
-                for leaf in tree_leaves((args, kwargs)):
-                    if isinstance(leaf, Tensor):
-                        assert cuda.devices.get(leaf) == device.index, f"{name}: a tensor that is not on {device}"
+                for tensor in tensors_in((args, list(kwargs.values()))):
+                    assert cuda.devices.get(tensor) == device.index, f"{name}: a tensor that is not on {device}"
             cuda.ops[name] += 1
             with cuda.alone():
                 return function(*args, **kwargs)
@@ -475,6 +491,7 @@ def _int4_product(cuda: Pretend, x: Tensor, packed: Tensor, group: int, scales: 
     if cuda.tape is not None and device == cuda.tape_device:
         cuda.tape.append((product, (x,), {}, y))
     cuda.devices.set(y, device)
+    cuda.ops["aten::_weight_int4pack_mm"] += 1
     return y
 
 
