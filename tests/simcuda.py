@@ -440,6 +440,8 @@ def _pretend_nccl(cuda: Pretend) -> list[tuple[Any, str, Any]]:
                 for tensor in tensors_in((args, list(kwargs.values()))):
                     assert cuda.devices.get(tensor) == device.index, f"{name}: a tensor that is not on {device}"
             cuda.ops[name] += 1
+            if cuda.tape is not None:
+                cuda.tape.append((function, args, kwargs, None))
             with cuda.alone():
                 return function(*args, **kwargs)
 

@@ -100,10 +100,12 @@ def compare(limit: float, **changes: Any) -> None:
     with Pretend(), built(device="cuda:1", compile=compile, **changes) as generator:
         assert {p.device for p in generator.model.parameters()} == {torch.device("cuda", 1)}
         found = dict(calls(generator))
+    if changes.get("quantize") == "int8":  # by another kernel than the CPU's: sampled tokens may differ
+        wanted = {name: wanted[name] for name in ("score", "hidden_states", "embed", "forward")}
     assert [name for name in wanted if not same(found[name], wanted[name], limit)] == []
 
 
-@pytest.mark.parametrize("quantize", [None, "int4"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("int4", marks=pytest.mark.slow)])
 def test_tokens_equal_the_cpu(quantize: str | None) -> None:
     """The quick one of those below: more prompts than rows, plain, compiled and hooked."""
     limit = 1e-3 if quantize else 1e-5
@@ -156,18 +158,18 @@ STEP = {"there: devices.py send": 1, "back: sampler.py sample": 1}  # all that m
 
 
 def per_step(cuda: Pretend, generator: Llama, prompts: list[list[int]], **options: Any) -> dict[str, float]:
-    """Copies and waits of each decode step: what four more tokens add, by four."""
+    """Copies and waits of each decode step: what two more tokens add, by two."""
     seen = []
-    for count in (5, 9):
+    for count in (4, 6):
         torch.manual_seed(1)
         cuda.events.clear()
         generator.generate(prompts, count, **options)
         seen.append(Counter(cuda.events))
     seen[1].subtract(seen[0])
-    return {event: count / 4 for event, count in seen[1].items() if count}
+    return {event: count / 2 for event, count in seen[1].items() if count}
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "compiled"])
 def test_one_copy_each_way_in_a_decode_step(cuda: Pretend, compile: bool) -> None:
     """Whatever the options; the allow-list is STEP."""
     every = {"repetition_penalty": 1.2, "presence_penalty": 0.1, "logit_bias": {5: 1.0}, "logprobs": True, "seed": 1}
@@ -272,20 +274,20 @@ def test_graphs_of_two_devices_in_turn(cuda: Pretend) -> None:
 
 def test_graphs_are_captured_anew_where_memory_is_replaced(cuda: Pretend) -> None:
     with built(device="cuda:1") as eager, built(device="cuda:1", compile=True) as generator:
-        generator.generate(PROMPTS, 6, **GREEDY)
+        generator.generate(PROMPTS[:2], 3, **GREEDY)
         captured = len(cuda.pools)
-        generator.generate(PROMPTS, 6, **GREEDY)
+        generator.generate(PROMPTS[:2], 3, **GREEDY)
         assert len(cuda.pools) == captured
         for attention in generator.model.attentions():
             attention.cache_k = attention.cache_k.clone()
-        assert generator.generate(PROMPTS, 6, **GREEDY) == eager.generate(PROMPTS, 6, **GREEDY)
+        assert generator.generate(PROMPTS[:2], 3, **GREEDY) == eager.generate(PROMPTS[:2], 3, **GREEDY)
         for each in (eager, generator):
             weight = each.model.layers[1].feed_forward.w1.weight
             weight.data = weight.data * -1.5
-        assert generator.generate(PROMPTS, 6, **GREEDY) == eager.generate(PROMPTS, 6, **GREEDY)
+        assert generator.generate(PROMPTS[:2], 3, **GREEDY) == eager.generate(PROMPTS[:2], 3, **GREEDY)
         for each in (eager, generator):
             each.model.layers[0].attention.wo.weight = torch.nn.Parameter(each.model.layers[1].attention.wo.weight.data)
-        assert generator.generate(PROMPTS, 6, **GREEDY) == eager.generate(PROMPTS, 6, **GREEDY)
+        assert generator.generate(PROMPTS[:2], 3, **GREEDY) == eager.generate(PROMPTS[:2], 3, **GREEDY)
         assert len(cuda.pools) == 4 * captured
 
 
