@@ -13,12 +13,12 @@ from llama import LlamaError
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def check(cuda: Pretend, wanted: Any, device: int, **changes: Any) -> None:
+def check(cuda: Pretend, wanted: Any, index: int, **changes: Any) -> None:
     """The published text, on this device, which is current until close; a fault on one rank reaches all."""
     prompts = torch.load(GOLDEN / "golden.pt", weights_only=True)["prompts"]
     before = torch.cuda.current_device()
     with build_golden(**{"timeout": 60, "device": None, "backend": None, **changes}) as generator:
-        assert generator.device.index == torch.cuda.current_device() == device
+        assert generator.device.index == torch.cuda.current_device() == index
         for _ in range(2):
             assert [row[:4] for row in generator.generate(prompts, 4, temperature=0)[0]] == wanted
             generator.generate(prompts, 3, seed=1, logprobs=True)

@@ -102,6 +102,8 @@ def compare(limit: float, **changes: Any) -> None:
         found = dict(calls(generator))
     if changes.get("quantize") == "int8":  # by another kernel than the CPU's: sampled tokens may differ
         wanted = {name: wanted[name] for name in ("score", "hidden_states", "embed", "forward")}
+    if compile and changes.get("dtype") != "float32":  # reads the cache through a mask, which rounds otherwise
+        wanted.pop("one length", None)
     assert [name for name in wanted if not same(found[name], wanted[name], limit)] == []
 
 
