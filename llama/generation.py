@@ -175,15 +175,19 @@ class Llama:
 
     def close(self) -> None:
         """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
-        if self._groups is not None:
-            self._groups.close()
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._close(wait=error is None)  # after an error another rank may not come to the barrier
+
+    def _close(self, wait: bool = True) -> None:
+        if self.decoder is not None:
+            self.decoder.close()
         if self._groups is not None:
-            self._groups.close(wait=error is None)  # after an error another rank may not come to the barrier
+            self._groups.close(wait)
 
     @property
     def device(self) -> torch.device:

@@ -231,7 +231,9 @@ class Attention(nn.Module):
         """As `_update_cache`, each row at its own position; the mask hides what is not a row's own up to `kv_len`."""
         bsz, seqlen = xk.shape[:2]
         rows = torch.arange(bsz, device=xk.device)[:, None]  # (b, 1)
-        columns = start_pos[:, None] + torch.arange(seqlen, device=xk.device)  # (b, s)
+        columns = start_pos[:, None]  # (b, 1)
+        if seqlen > 1:
+            columns = columns + torch.arange(seqlen, device=xk.device)  # (b, s)
         self.cache_k[rows, columns] = xk.detach()
         self.cache_v[rows, columns] = xv.detach()
         return self.cache_k[:bsz, :kv_len], self.cache_v[:bsz, :kv_len]
@@ -435,14 +437,16 @@ class Transformer(nn.Module):
         if start_pos.shape != (bsz,):
             raise LlamaError(f"start_pos has shape {tuple(start_pos.shape)}; with {bsz} rows it must be ({bsz},)")
         if kv_len is None:
-            first, kv_len = int(start_pos.min()), int(start_pos.max()) + seqlen
-            if first < 0 or kv_len > self.params.max_seq_len:
+            known = start_pos.tolist()  # looked at once: a GPU has to be waited for
+            kv_len = max(known) + seqlen
+            if min(known) < 0 or kv_len > self.params.max_seq_len:
                 raise LlamaError(
-                    f"start_pos={start_pos.tolist()} with seqlen={seqlen} does not fit in "
+                    f"start_pos={known} with seqlen={seqlen} does not fit in "
                     f"max_seq_len={self.params.max_seq_len}: feed fewer tokens or build with a larger max_seq_len"
                 )
-            for row in (start_pos == 0).nonzero()[:, 0].tolist():
-                self.clear_row(row, 0, self.params.max_seq_len)
+            for row, position in enumerate(known):
+                if position == 0:
+                    self.clear_row(row, 0, self.params.max_seq_len)
         start_pos = start_pos.to(device)
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
         visible = torch.arange(kv_len, device=device) <= positions[:, :, None]  # (b, s, kv_len)

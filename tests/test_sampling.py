@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from llama import LlamaError
-from llama.engine.sampling import History, Sampling, add_bias, distribution, nucleus, penalize, row_generator, sample_at
+from llama.engine.sampling import (
+    History,
+    Sampling,
+    bias_vector,
+    distribution,
+    nucleus,
+    penalize,
+    row_generator,
+    sample_at,
+)
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.07, 0.03]]))
 
@@ -57,7 +66,7 @@ def test_penalties_are_those_of_the_papers() -> None:
 
 def test_bias_is_added_to_the_raw_logits() -> None:
     logits = torch.tensor([[1.0, 2.0]])
-    assert add_bias(logits, {0: 5.0, 1: -math.inf}).tolist() == [[6.0, -math.inf]]
+    assert (logits + bias_vector({0: 5.0, 1: -math.inf}, 2)).tolist() == [[6.0, -math.inf]]
     assert logits.tolist() == [[1.0, 2.0]]
 
 

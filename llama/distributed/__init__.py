@@ -1,7 +1,7 @@
 """Ranks that share one model: process groups and their life, devices, and the three tensor-parallel layers."""
 
 from .agreement import check_same_on_all_ranks
-from .devices import pick_device, pick_dtype
+from .devices import pick_device, pick_dtype, send
 from .groups import (
     EXIT_WAIT,
     ProcessGroups,
@@ -33,6 +33,7 @@ __all__ = [
     "pick_dtype",
     "raise_on_all_ranks",
     "rank",
+    "send",
     "shard_as",
     "translate_distributed_errors",
     "world_size",

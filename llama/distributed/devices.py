@@ -1,8 +1,11 @@
 """Which device and dtype a rank computes with."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import LlamaError
 
@@ -31,12 +34,22 @@ def pick_device(device: str | torch.device | None) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype:
-    """float32 on a CPU; on a GPU bfloat16 where it has that, else float16."""
+    """float32 on a CPU; on a GPU bfloat16 where it computes in that (T4 and V100 only emulate it), else float16."""
     if dtype is None:
         if device.type == "cuda":
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+            with torch.cuda.device(device):  # the question is about the current device
+                native = torch.cuda.is_bf16_supported(including_emulation=False)
+            return torch.bfloat16 if native else torch.float16
         return torch.float16 if device.type == "mps" else torch.float32
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if chosen not in (torch.float32, torch.bfloat16, torch.float16):
         raise LlamaError(f"dtype={dtype!r} must be one of float32, bfloat16, float16 or None")
     return chosen
+
+
+def send(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
+    """Integers (lists, or a tensor on the CPU) as a tensor (long) on the device. Where that is CUDA the CPU does not
+    wait for the copy.
+    """
+    host = torch.as_tensor(values, dtype=torch.long, device="cpu")
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -131,6 +131,7 @@ class ProcessGroups:
     # what `_rendezvous` found, by the variables it was found with: kept for later groups
     _store: tuple[tuple[str, ...], tuple[Store, int, int]] | None = None
     _made_world = _made_model_parallel = False
+    _devices: tuple[int, int] | None = None  # CUDA's current one before us, and the one that we made current
     _stdout: TextIO | None = None  # the real one, while this rank is muted
     _muted: TextIO | None = None  # what stands in its place
     _lock = threading.RLock()
@@ -174,11 +175,29 @@ def destroy_groups(wait: bool = True, limit: datetime.timedelta | None = None) -
     if cls._made_world and dist.is_initialized():
         dist.destroy_process_group()
     cls._made_world = cls._made_model_parallel = False
+    _restore_device()
     if cls._stdout is not None and cls._muted is not None:
         if sys.stdout is cls._muted:  # else the caller has put something of their own there since
             sys.stdout = cls._stdout
         cls._muted.close()
         cls._stdout = cls._muted = None
+
+
+def _make_current(device: torch.device) -> None:
+    """Make a CUDA device the current one, as published: nccl moves the objects of `raise_on_all_ranks` through it."""
+    if device.type == "cuda":
+        before, _ = ProcessGroups._devices or (torch.cuda.current_device(), None)
+        torch.cuda.set_device(device)
+        ProcessGroups._devices = before, torch.cuda.current_device()
+
+
+def _restore_device() -> None:
+    """Make the device current that was so before us, unless the caller has chosen another since."""
+    if ProcessGroups._devices is not None:
+        before, ours = ProcessGroups._devices
+        ProcessGroups._devices = None
+        if torch.cuda.current_device() == ours:
+            torch.cuda.set_device(before)
 
 
 def _bounded_barrier(limit: datetime.timedelta) -> None:
@@ -206,7 +225,8 @@ def initialize_groups(
     """Put up, or join, the process groups of a model sharded over `model_parallel_size` ranks (None: all there are).
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read as torchrun sets them; with one rank none is needed, no
-    port is opened and `os.environ` is left alone. `timeout` (seconds) bounds each wait for the other ranks.
+    port is opened and `os.environ` is left alone. `timeout` (seconds) bounds each wait for the other ranks. A CUDA
+    `device` is the current one from here on, until the last group is closed.
     """
     cls = ProcessGroups
     if (cls._made_world or cls._made_model_parallel) and cls._process != os.getpid():
@@ -217,6 +237,7 @@ def initialize_groups(
     with cls._lock:
         cls._process = os.getpid()
         try:
+            _make_current(device)
             if not dist.is_initialized():
                 _check_size(model_parallel_size, _environment_integer("WORLD_SIZE", "1"))
                 _init_world(backend or ("nccl" if device.type == "cuda" else "gloo"), device, timeout)

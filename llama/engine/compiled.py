@@ -3,7 +3,8 @@
     rows      1, 2, 4, 8 .. max_batch_size    compiled once each; missing rows are filled in and their logits dropped
     kv_len    64, 128, 192 .. max_seq_len     cache positions that are read; the mask hides those beyond a row's own
 
-On CUDA each pair of rows and kv_len (256, 512, 1024 ..) is also captured as a CUDA graph. On a CPU the weights are
+On CUDA each pair of rows and kv_len (256, 512, 1024 ..) is also captured as a CUDA graph, anew where weights or cache
+have been given other memory. On a CPU the weights are
 prepacked for oneDNN, wq, wk and wv fused into one product and w1 and w3 into another: these layers' `weight` is None,
 and hooks on the five may not fire. Any hook or override brings back the published schedule, which is not compiled.
 """
@@ -22,11 +23,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ..distributed import rank, world_size
+from ..distributed import linear_layers, rank, send, world_size
 from ..errors import LlamaError
 from ..interrupts import no_grad
 from ..model import Transformer
-from ..quantization import PackedWeight, PrepackedWeight, RowSlice
+from ..quantization import Int8Weight, PackedWeight, PrepackedWeight, RowSlice
 
 KV_BUCKET, GRAPH_KV_BUCKET = 64, 256  # kv_len is rounded up to these on a CPU, and at least this in a CUDA graph
 DecodeStep: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # ids, positions, cache positions -> logits
@@ -77,6 +78,10 @@ class StaticDecoder:
             attention.match_cache(weight)
         self._compiled: dict[int, DecodeStep] = {}  # by rows
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by rows and kv_len
+        self._pool: Any = None  # the memory that all graphs share
+        self._addresses: list[int] = []  # of weights and cache when they were captured
+        self._owners = [(m, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self._owners += [(attention, name) for attention in model.attentions() for name in ("cache_k", "cache_v")]
 
     @no_grad
     def __call__(self, tokens: list[int], positions: list[int]) -> Tensor:
@@ -84,19 +89,34 @@ class StaticDecoder:
         self._check_unchanged()
         rows, kv_len = self._bucket(len(tokens), max(positions) + 1)
         fill = [0] * (rows - len(tokens))
-        ids = torch.tensor(tokens + fill, device=self._device)
-        start_pos = torch.tensor(positions + fill, device=self._device)
+        ids, start_pos = send([tokens + fill, positions + fill], self._device)  # (rows,) each, in one transfer
         begin, known = time.perf_counter(), len(self._compiled) + len(self._graphs)
         if self._device.type == "cuda":
-            if (rows, kv_len) not in self._graphs:
-                step = self._compile(ids, start_pos)
-                self._graphs[rows, kv_len] = _Graph(step, ids, start_pos, self._cache_positions(kv_len))
-            logits = self._graphs[rows, kv_len](ids, start_pos)
+            logits = self._graph(rows, kv_len, ids, start_pos)(ids, start_pos)
         else:
             logits = self._compile(ids, start_pos)(ids, start_pos, self._cache_positions(kv_len))
         if len(self._compiled) + len(self._graphs) > known:
             self.compile_seconds += time.perf_counter() - begin
         return logits[: len(tokens)]
+
+    def _graph(self, rows: int, kv_len: int, ids: Tensor, start_pos: Tensor) -> "_Graph":
+        """The graph of this shape. Graphs hold addresses: all are dropped where a weight or the cache has another."""
+        addresses = [getattr(owner, name).data_ptr() for owner, name in self._owners]
+        if addresses != self._addresses:
+            self.close()
+            self._addresses = addresses
+        if (rows, kv_len) not in self._graphs:
+            step = self._compile(ids, start_pos)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[rows, kv_len] = _Graph(step, ids, start_pos, self._cache_positions(kv_len), self._pool)
+        return self._graphs[rows, kv_len]
+
+    def close(self) -> None:
+        """Drop the graphs and their memory, also before the ranks' groups go whose collectives they hold. What decodes
+        later is captured anew.
+        """
+        self._graphs.clear()
+        self._pool = None
 
     def _check_unchanged(self) -> None:
         """LlamaError if the model was cast or moved: the compiled steps and packed weights stay as they were made."""
@@ -139,6 +159,10 @@ class StaticDecoder:
             # it would run the first model's graph for all of them, so each gets a copy of the code of its own.
             step.__code__ = step.__code__.replace()
             options: dict[str, Any] = {"guard_filter_fn": _no_guards}
+            if self._device.type == "cuda" and any(
+                isinstance(layer.packed, Int8Weight) for _, layer in linear_layers(self.model)
+            ):
+                options["coordinate_descent_tuning"] = True  # without it int8 is unpacked to memory, at one row too
             compiled: DecodeStep = torch.compile(step, fullgraph=True, options=options)
             logger.warning("compiling the decode step for %d row(s): once, 10 to 60 s on most machines", rows)
             try:
@@ -168,19 +192,25 @@ def _no_guards(guards: Sequence[Any]) -> list[bool]:
 
 
 class _Graph:
-    """A step captured as a CUDA graph: inputs are copied to where it reads them, logits read where it writes them."""
+    """A step captured as a CUDA graph: inputs are copied to where it reads them, logits read where it writes them.
 
-    def __init__(self, step: DecodeStep, ids: Tensor, start_pos: Tensor, cache_positions: Tensor) -> None:
+    `pool` may be shared with other graphs: each one's logits stay its own, and no two are replayed at once.
+    """
+
+    def __init__(self, step: DecodeStep, ids: Tensor, start_pos: Tensor, cache_positions: Tensor, pool: Any) -> None:
         self._ids, self._start_pos, self._cache_positions = ids.clone(), start_pos.clone(), cache_positions
-        side = torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(ids.device))
-        with torch.cuda.stream(side):  # compiles, and warms up what a capture must not
-            for _ in range(2):
-                step(self._ids, self._start_pos, cache_positions)
-        torch.cuda.current_stream(ids.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = step(self._ids, self._start_pos, cache_positions)
+        with torch.cuda.device(ids.device):
+            # a stream of this device's: torch would take the one that it made at its first capture
+            side = torch.cuda.Stream(ids.device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(ids.device))
+            with torch.cuda.stream(side):  # compiles, and warms up what a capture must not
+                for _ in range(2):
+                    step(self._ids, self._start_pos, cache_positions)
+            torch.cuda.current_stream(ids.device).wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            # "thread_local": other threads, nccl's watchdog among them, may call CUDA meanwhile
+            with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                self._logits = step(self._ids, self._start_pos, cache_positions)
 
     def __call__(self, ids: Tensor, start_pos: Tensor) -> Tensor:
         self._ids.copy_(ids)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import torch
+from torch import Tensor
 
 from .sampling import History, Sampling
 
@@ -60,7 +60,7 @@ class RowState:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
     reused: int = 0  # positions of the prompt that the cache held already
-    generator: torch.Generator | None = None  # the row's own, where a seed was given
+    draws: Tensor | None = None  # a number in [0, 1) for each token to come, where a seed was given
     history: History | None = None  # made when a penalty first looks at it
     stop_text: StopText | None = None
 

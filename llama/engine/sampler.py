@@ -15,7 +15,7 @@ from .request import RowState
 from .sampling import (
     History,
     Sampling,
-    add_bias,
+    bias_vector,
     distribution,
     nucleus,
     penalize,
@@ -44,9 +44,12 @@ class Sampler:
     def __init__(self, settings: Sampling, rows: Sequence[RowState], n_slots: int | None = None) -> None:
         self.settings = settings
         self.n_slots = n_slots
+        self._bias: Tensor | None = None  # (v,), made once a call
         copies: Counter[tuple[int, ...]] = Counter()  # equal prompts draw apart
         for row in rows if settings.seed is not None else ():
-            row.generator = row_generator(settings.seed or 0, row.prompt, copies[tuple(row.prompt)])
+            generator = row_generator(settings.seed or 0, row.prompt, copies[tuple(row.prompt)])
+            count = max(0, row.limit - len(row.prompt))
+            row.draws = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
             copies[tuple(row.prompt)] += 1
 
     @no_grad
@@ -54,7 +57,7 @@ class Sampler:
         """One token for each row of raw logits (n, v), with log-probabilities and the distribution where asked.
 
         Every rank draws and the first one's tokens count. LlamaError naming the row where logits are not finite, or
-        where bias and penalties leave no token.
+        where bias and penalties leave no token. On a GPU the CPU waits once, for all of it.
         """
         raw = logits.float()  # a stub's may be of any type
         adjusted = self._adjust(raw, rows)  # (n, v)
@@ -62,22 +65,38 @@ class Sampler:
         if usable.device.type != "cpu" or not usable.all():  # `multinomial`'s own check would end a CUDA process
             adjusted = adjusted.masked_fill(~usable[:, None], 0.0)
         chosen = broadcast(torch.stack([self._draw(adjusted, rows), usable.long()]))  # (2, n)
-        tokens, good = chosen.tolist()
+        if logprobs:
+            found = torch.cat([chosen.T.int(), self.scores(raw, chosen[0])], 1).cpu()  # (n, 2 + c)
+            tokens, good = found[:, :2].T.tolist()
+        else:
+            tokens, good = chosen.tolist()
         if not all(good):
             raise _unusable(rows[good.index(0)], raw[good.index(0)])
         chances = self.probs(adjusted) if probs else None
         if not logprobs:
             return Samples(tokens, None, None, chances)
-        table = F.log_softmax(raw, dim=-1)  # (n, v)
-        return Samples(tokens, table.gather(-1, chosen[0, :, None])[:, 0].tolist(), self.top(table), chances)
+        likely, top = self.read_scores(found[:, 2:])
+        return Samples(tokens, likely, top, chances)
 
-    def top(self, table: Tensor) -> list[dict[int, float]] | None:
-        """The likeliest ids of each row of log-probabilities (n, v), where they were asked for."""
+    def scores(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probabilities of the tokens (n,), then the likeliest ids and theirs, by float32 logits (n, v): their bits
+        as int32 (n, c), for one transfer to the CPU and `read_scores`.
+        """
+        table = F.log_softmax(logits, dim=-1)  # (n, v)
+        columns = [table.gather(-1, tokens[:, None]).view(torch.int32)]
+        if self.settings.top_logprobs:
+            best = torch.topk(table, min(self.settings.top_logprobs, table.shape[-1]), dim=-1)
+            columns += [best.indices.int(), best.values.view(torch.int32)]
+        return torch.cat(columns, 1)
+
+    def read_scores(self, found: Tensor) -> tuple[list[float], list[dict[int, float]] | None]:
+        """What `scores` found, on the CPU by now: log-probabilities, and {id: log-probability} where asked."""
+        logprobs: list[float] = found[:, 0].view(torch.float32).tolist()
         if not self.settings.top_logprobs:
-            return None
-        best = torch.topk(table, min(self.settings.top_logprobs, table.shape[-1]), dim=-1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [dict(zip(ids, values, strict=True)) for ids, values in pairs]
+            return logprobs, None
+        ids, values = found[:, 1:].chunk(2, dim=1)
+        pairs = zip(ids.tolist(), values.view(torch.float32).tolist(), strict=True)
+        return logprobs, [dict(zip(*pair, strict=True)) for pair in pairs]
 
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution (n, v) that adjusted logits (n, v) are drawn from."""
@@ -92,7 +111,11 @@ class Sampler:
             for row in rows:
                 row.history = row.history or History(row.tokens, logits.shape[-1], logits.device)
             logits = penalize(logits, [row.history for row in rows if row.history is not None], self.settings)
-        return add_bias(logits, self.settings.logit_bias) if self.settings.logit_bias else logits
+        if not self.settings.logit_bias:
+            return logits
+        if self._bias is None:
+            self._bias = bias_vector(self.settings.logit_bias, logits.shape[-1]).to(logits.device)
+        return logits + self._bias
 
     def _draw(self, logits: Tensor, rows: Sequence[RowState]) -> Tensor:
         """Ids (n,) from finite adjusted logits (n, v)."""
@@ -102,22 +125,46 @@ class Sampler:
         if self.settings.seed is None:
             slots = [row.index for row in rows] if self.n_slots else list(range(len(rows)))
             return sample_in_slots(probs, top_p, slots, self.n_slots or len(rows))[:, 0]
-        draws = [torch.rand((), generator=row.generator, dtype=torch.float64, device="cpu") for row in rows]
-        return sample_at(probs, top_p, torch.stack(draws).to(probs.device, probs.dtype))[:, 0]
+        return sample_at(probs, top_p, torch.stack([_next_draw(row, probs) for row in rows]))[:, 0]
 
 
-def score_prompt(row: RowState, logits: Tensor, start: int, sampler: Sampler) -> None:
-    """Append the log-probabilities of the prompt's tokens start + 1 .. from logits (s, v) of positions start .. ."""
-    wanted = torch.tensor(row.prompt[start + 1 : start + 1 + len(logits)], dtype=torch.long, device=logits.device)
-    if not len(wanted):
-        return
-    table = F.log_softmax(logits[: len(wanted)].float(), dim=-1)  # (s, v)
-    found = table.gather(-1, wanted[:, None])[:, 0].tolist()
-    bad = next((i for i, value in enumerate(found) if value != value), None)
-    if bad is not None:
-        raise non_finite(row, f"at prompt position {start + bad}")
-    row.prompt_logprobs += found
-    row.prompt_top_logprobs += sampler.top(table) or []
+def _next_draw(row: RowState, like: Tensor) -> Tensor:
+    """The row's number for its next token, a scalar; the first time all of them move to `like`'s device and dtype."""
+    assert row.draws is not None
+    row.draws = row.draws.to(like.device, like.dtype)
+    return row.draws[len(row.tokens) - len(row.prompt)]
+
+
+class PromptScores:
+    """The log-probabilities of prompts, while they are fed: kept where the logits are, and read all at once."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._parts: list[tuple[RowState, int, Tensor]] = []
+
+    def add(self, row: RowState, start: int, logits: Tensor, following: Tensor) -> None:
+        """Logits (s, v) of the row's positions start .., and the ids (s,) that follow; those behind the prompt do not
+        count.
+        """
+        count = min(len(logits), len(row.prompt) - start - 1)
+        if count > 0:
+            wanted = following[:count].to(logits.device)
+            self._parts.append((row, start, self._sampler.scores(logits[:count].float(), wanted)))
+
+    def read(self) -> None:
+        """Hand the rows what is theirs; LlamaError naming the row where it is NaN."""
+        if not self._parts:
+            return
+        found = torch.cat([part for _, _, part in self._parts]).cpu()
+        lengths = [len(part) for _, _, part in self._parts]
+        for (row, start, _), part in zip(self._parts, torch.split(found, lengths), strict=True):
+            logprobs, top = self._sampler.read_scores(part)
+            bad = next((i for i, value in enumerate(logprobs) if value != value), None)
+            if bad is not None:
+                raise non_finite(row, f"at prompt position {start + bad}")
+            row.prompt_logprobs += logprobs
+            row.prompt_top_logprobs += top or []
+        self._parts.clear()
 
 
 def non_finite(row: RowState, where: str) -> LlamaError:

@@ -97,13 +97,14 @@ class History:
 
     def __init__(self, prompt: Sequence[int], vocab_size: int, device: torch.device) -> None:
         self.counts = torch.zeros(vocab_size, device=device)  # (v,)
-        self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # (v,)
-        self.seen[torch.tensor(list(prompt), dtype=torch.long, device=device)] = True
+        seen = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")  # where a strange id is no more than an error
+        seen[torch.tensor(list(prompt), dtype=torch.long, device="cpu")] = True
+        self.seen = seen.to(device)  # (v,)
 
     def add(self, token: int) -> None:
         """Note one more id of the output."""
         self.counts[token] += 1
-        self.seen[token] = True
+        self.seen[token].fill_(True)
 
 
 def penalize(logits: Tensor, histories: Sequence[History], settings: Sampling) -> Tensor:
@@ -116,15 +117,14 @@ def penalize(logits: Tensor, histories: Sequence[History], settings: Sampling) -
     return logits - settings.frequency_penalty * counts - settings.presence_penalty * (counts > 0)
 
 
-def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Raw logits (n, v) plus the bias of each id; LlamaError for an id outside the vocabulary."""
-    vocab_size = logits.shape[-1]
+def bias_vector(bias: Mapping[int, float], vocab_size: int) -> Tensor:
+    """The bias of every id, float32 (v,) on the CPU; LlamaError for an id outside the vocabulary."""
     for token in bias:
         if not 0 <= token < vocab_size:
             raise LlamaError(f"logit_bias names id {token}, but the vocabulary has ids 0 to {vocab_size - 1}")
-    logits = logits.clone()
-    logits[:, list(bias)] += torch.tensor(list(bias.values()), dtype=logits.dtype, device=logits.device)
-    return logits
+    vector = torch.zeros(vocab_size, dtype=torch.float32, device="cpu")
+    vector[list(bias)] = torch.tensor(list(bias.values()), dtype=torch.float32, device="cpu")
+    return vector
 
 
 # ---------------------------------------------------------------------------------- the distribution
@@ -173,9 +173,10 @@ def sample_in_slots(probs: Tensor, p: float, slots: Sequence[int], n_slots: int)
     if len(slots) == n_slots:
         return sample_top_p(probs, p)
     probs_sort, probs_idx = nucleus(probs, p)
-    where = torch.tensor(list(slots), device=probs.device)
-    padded = probs_sort[:1].repeat(n_slots, 1).index_copy(0, where, probs_sort)  # (n_slots, v)
-    return torch.gather(probs_idx, -1, torch.multinomial(padded, num_samples=1)[where])
+    row = {slot: i for i, slot in enumerate(slots)}  # views by number: a GPU would wait for a list of them
+    padded = torch.stack([probs_sort[row.get(slot, 0)] for slot in range(n_slots)])  # (n_slots, v)
+    drawn = torch.multinomial(padded, num_samples=1)
+    return torch.gather(probs_idx, -1, torch.stack([drawn[slot] for slot in slots]))
 
 
 def sample_at(probs: Tensor, p: float, uniform: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import check_same_on_all_ranks, translate_distributed_errors, world_size
+from ..distributed import check_same_on_all_ranks, send, translate_distributed_errors, world_size
 from ..interrupts import no_grad
 from .cache import in_cache_rows, move_row
 from .overrides import has_hooks_or_overrides
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
-from .sampler import Sampler, non_finite, score_prompt
+from .sampler import PromptScores, Sampler, non_finite
 
 
 class Scheduler:
@@ -105,19 +105,21 @@ class Scheduler:
         """
         last: dict[int, Tensor] = {}
         finite: list[Tensor] = []
+        scores = PromptScores(self.sampler)
         longest, chunk = len(new[0].prompt), self.request.prefill_chunk
+        ids = send([row.prompt + [0] * (longest - len(row.prompt)) for row in new], self._device())  # (n, longest)
         for start in range(new[0].reused, longest, chunk):
             feeding = [row for row in new if len(row.prompt) > start]
-            width = min(chunk, longest - start)
-            tokens = torch.tensor([_padded(row.prompt[start : start + width], width) for row in feeding])  # (n, s)
-            h = self.model.hidden(tokens, start)  # (n, s, d)
-            for row, states in zip(feeding, h, strict=True):
+            end = min(start + chunk, longest)
+            h = self.model.hidden(ids[: len(feeding), start:end], start)  # (n, s, d)
+            for row, states, following in zip(feeding, h, ids[:, start + 1 :], strict=False):
                 states = states[: len(row.prompt) - start]
                 finite.append(states.isfinite().all())
-                if len(row.prompt) <= start + width:
+                if len(row.prompt) <= end:
                     last[row.index] = states[-1]
                 if row.unscored(self.request):
-                    score_prompt(row, self._head(states), start, self.sampler)
+                    scores.add(row, start, self._head(states), following)
+        scores.read()
         return last, finite
 
     def _check_finite(self, new: list[RowState], finite: list[Tensor]) -> None:
@@ -134,9 +136,16 @@ class Scheduler:
         positions = [len(row.tokens) - 1 for row in active]
         if self.decoder is not None:
             return self.decoder([row.tokens[-1] for row in active], positions)
-        tokens = torch.tensor([[row.tokens[-1]] for row in active])  # (n, 1)
-        start_pos = positions[0] if len(set(positions)) == 1 else torch.tensor(positions)
-        return self._head(self.model.hidden(tokens, start_pos)[:, -1])
+        tokens = [row.tokens[-1] for row in active]
+        if len(set(positions)) == 1:
+            h = self.model.hidden(send(tokens, self._device())[:, None], positions[0])  # (n, 1, d)
+        else:
+            ids, start_pos = send([tokens, positions], self._device())  # (n,) each, in one transfer
+            h = self.model.hidden(ids[:, None], start_pos, max(positions) + 1)  # (n, 1, d)
+        return self._head(h[:, -1])
+
+    def _device(self) -> torch.device:
+        return self.model.tok_embeddings.weight.device  # type: ignore[no-any-return]
 
     def _head(self, h: Tensor) -> Tensor:
         """Normed states (n, d) to float32 logits (n, v)."""
@@ -154,7 +163,3 @@ class Scheduler:
     def _kv_len(self) -> int:
         """Cache positions that a step may come to read."""
         return max(row.limit for row in self.rows) if self.decoder is None else int(self.model.params.max_seq_len)
-
-
-def _padded(ids: list[int], width: int) -> list[int]:
-    return ids + [0] * (width - len(ids))

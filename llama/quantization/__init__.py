@@ -1,11 +1,12 @@
 """Weights in fewer bytes: codecs (numbers to quantized values and back) and kernels (what multiplies with them)."""
 
 from .codecs import GROUPS, dequantize, quantize_int4, quantize_int8
-from .kernels import SCHEMES, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized
+from .kernels import SCHEMES, Int8Weight, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized
 
 __all__ = [
     "GROUPS",
     "SCHEMES",
+    "Int8Weight",
     "PackedWeight",
     "PrepackedWeight",
     "RowSlice",

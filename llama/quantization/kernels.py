@@ -103,7 +103,7 @@ class Int8Weight:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k)
-        if x.device.type != "cpu":  # one fused kernel where compiled
+        if x.device.type != "cpu":  # compiled, one row is one fused kernel; more are unpacked to memory each time
             y = F.linear(rows, self._qvalues.to(torch.bfloat16)) * self._scales
         elif len(rows) <= self.MAX_ROWS and self.shape[1] % self.STEP == 0:
             y = torch.ops.aten._weight_int8pack_mm(rows, self._qvalues, self._scales)
@@ -118,14 +118,16 @@ class Int8Weight:
 
 
 class Int4Weight:
-    """4 bits a weight, on a CPU in torch's layout for this processor, on CUDA in that of its tensor-core kernel. Up to
-    MAX_ROWS rows go through torch's kernel on a CPU; for more, blocks are unpacked. Activations are bfloat16.
+    """4 bits a weight, on a CPU in torch's layout for this processor, on CUDA in that of its tensor-core kernel, or as
+    files hold it where the GPU has no such kernel. Up to MAX_ROWS rows go through torch's kernel; for more, blocks are
+    unpacked. Activations are bfloat16.
     """
 
     quantize = staticmethod(quantize_int4)
     bytes_per_weight = 0.5625
     MAX_ROWS = 64
     BLOCK = 512  # rows of the weight that are unpacked at once
+    CUDA_BLOCK = 4096  # the same on CUDA: 0.2 GB at k = 4,096
 
     def __init__(self, qvalues: Tensor, scales: Tensor) -> None:
         n, k = qvalues.shape[0], 2 * qvalues.shape[1]
@@ -138,18 +140,39 @@ class Int4Weight:
             chunks = torch.split(qvalues, rows * INT4_ROWS)  # in chunks, since it takes four bytes for each value
             self._packed = torch.cat([to_layout(unpack_nibbles(chunk).int(), 2) for chunk in chunks])
         else:
-            self._packed = torch.ops.aten._convert_weight_to_int4pack((qvalues & 15) << 4 | qvalues >> 4, 8)
+            self._tiles = inner_tiles(k, qvalues.device)
+            self._packed = qvalues if self._tiles is None else _int4_pack(qvalues, self._tiles)
+            self._order = None if self._tiles is None else _tile_order(self._tiles, qvalues.device)
         self.nbytes = qvalues.numel() + self._scales.numel() * 2
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(torch.bfloat16).reshape(-1, self.shape[1]).contiguous()  # (r, k)
         if x.device.type != "cpu":
-            y = torch.ops.aten._weight_int4pack_mm(rows, self._packed, self._group, self._scales)
+            y = self._on_cuda(rows)
         elif len(rows) <= self.MAX_ROWS:
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._packed, self._group, self._scales)
         else:
             y = torch.cat([_in_weight_order(torch.mm(rows, block)) for block in self._blocks()], -1)
-        return y[:, : self.shape[0]].reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)  # type: ignore[no-any-return]
+        return y[:, : self.shape[0]].reshape(*x.shape[:-1], self.shape[0]).to(x.dtype)
+
+    def _on_cuda(self, rows: Tensor) -> Tensor:
+        if len(rows) <= self.MAX_ROWS and self._tiles is not None:
+            return torch.ops.aten._weight_int4pack_mm(rows, self._packed, self._group, self._scales)  # type: ignore[no-any-return]
+        return torch.cat([F.linear(rows, block) for block in self._cuda_blocks()], -1)
+
+    def _cuda_blocks(self) -> Iterator[Tensor]:
+        """The weight unpacked, CUDA_BLOCK rows at a time, bfloat16 (rows, k)."""
+        groups, k = len(self._scales), self.shape[1]
+        for start in range(0, self._scales.shape[1], self.CUDA_BLOCK):
+            stop = min(start + self.CUDA_BLOCK, self._scales.shape[1])
+            if self._order is None:
+                values = unpack_nibbles(self._packed[start:stop])
+            else:
+                tiles = _tile_values(self._packed[start // 8 : stop // 8])[..., self._order]  # (n / 8, tiles, values)
+                values = tiles.view(*tiles.shape[:2], 8, -1).transpose(1, 2)  # (n / 8, 8, tiles, columns)
+            grouped = values.reshape(stop - start, groups, -1).to(torch.bfloat16).sub_(8)
+            scale, zero = self._scales[:, start:stop].transpose(0, 1).unsqueeze(-2).unbind(-1)  # (rows, groups, 1)
+            yield torch.addcmul(zero, grouped, scale).reshape(-1, k)
 
     def _blocks(self) -> Iterator[Tensor]:
         """The weight unpacked, BLOCK rows at a time, each block transposed: bfloat16 (k, rows), in torch's order.
@@ -170,6 +193,8 @@ class Int4Weight:
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
+        if self._packed.device.type != "cpu":
+            return torch.cat(list(self._cuda_blocks()))[: self.shape[0]].float()
         blocks = [_in_weight_order(block) for block in self._blocks()]
         return torch.cat(blocks, -1).T[: self.shape[0]].float().contiguous()
 
@@ -197,6 +222,40 @@ def int4_order() -> Tensor:
         if order.flatten().sort().values.equal(torch.arange(INT4_ROWS)):
             return order[0]
     raise RuntimeError("torch packs int4 weights in an order that this version of llama does not know: take int8")
+
+
+def inner_tiles(k: int, device: torch.device) -> int | None:
+    """How many tiles of 16 columns torch's CUDA kernel is to read at once, the most that divide k; None where it cannot
+    be used: before compute capability 8.0 there is no kernel.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    return next((tiles for tiles in (8, 4, 2) if k % (16 * tiles) == 0), None)
+
+
+def _int4_pack(qvalues: Tensor, tiles: int) -> Tensor:
+    """uint8 (n, k / 2), the even column in the low four bits, in the CUDA kernel's layout."""
+    swapped = (qvalues & 15) << 4 | qvalues >> 4  # the kernel has the even column in the high ones
+    return torch.ops.aten._convert_weight_to_int4pack(swapped, tiles)  # type: ignore[no-any-return]
+
+
+def _tile_values(packed: Tensor) -> Tensor:
+    """int32 (n / 8, k / 16 tiles, 32, tiles / 2) to its values, uint8 (n / 8, k / 16 tiles, 128 tiles) in its order."""
+    bytes_ = packed.view(torch.uint8)
+    return torch.stack([bytes_ & 15, bytes_ >> 4], -1).flatten(2)
+
+
+def _tile_order(tiles: int, device: torch.device) -> Tensor:
+    """Where each value of a tile (8 rows, 16 tiles columns) stands in torch's CUDA layout. That is undocumented: we see
+    it by packing the values' numbers, four bits at a time.
+    """
+    numbers = torch.arange(128 * tiles, device=device).view(8, 16 * tiles)
+    order = torch.zeros(128 * tiles, dtype=torch.long, device=device)
+    for shift in (0, 4, 8):
+        digits = (numbers >> shift & 15).to(torch.uint8)
+        packed = _int4_pack(digits[:, ::2] | digits[:, 1::2] << 4, tiles)
+        order += _tile_values(packed).flatten().long() << shift
+    return order.argsort()
 
 
 class DynamicInt8Weight:
