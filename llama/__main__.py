@@ -10,6 +10,7 @@ from .cli.complete import complete
 from .cli.convert import convert
 from .cli.info import info
 from .cli.trace import trace
+from .distributed import choose_threads
 from .errors import LlamaError
 
 COMMANDS = {command.__name__: command for command in (complete, chat, trace, convert, info, bench)}
@@ -24,6 +25,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
         command, options = parse_arguments(COMMANDS, sys.argv[1:])
+        choose_threads()
         command(**options)
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -296,6 +296,7 @@ def bench(
             generator = random_model(
                 shape, max_seq_len=prompt + tokens, max_batch_size=max(rows), scheme=quantize, **settings
             )
+        parallel.choose_threads(generator.model)
         report = measure(generator, rows, prompt, tokens, trials)
     report |= {"shape": ckpt or shape, "dtype": str(target_dtype).removeprefix("torch."), "quantize": quantize}
     report |= {"compile": compile, **machine(target)}

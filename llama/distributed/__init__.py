@@ -1,6 +1,6 @@
 """Ranks that share one model: process groups and their life, devices, and the three tensor-parallel layers."""
 
-from .devices import pick_device, pick_dtype
+from .devices import choose_threads, pick_device, pick_dtype
 from .groups import (
     ProcessGroups,
     broadcast,
@@ -22,6 +22,7 @@ __all__ = [
     "RowParallelLinear",
     "broadcast",
     "broadcast_object",
+    "choose_threads",
     "destroy_groups",
     "initialize_groups",
     "linear_layers",
