@@ -13,6 +13,7 @@ import sys
 import fire
 
 from llama import Dialog, Llama
+from llama.distributed import choose_threads
 
 
 def main(
@@ -41,6 +42,7 @@ def main(
         device=device,
         dtype=dtype,
     ) as generator:
+        choose_threads(generator.model)  # small models are slower on several; OMP_NUM_THREADS wins
         dialogs: list[Dialog] = [
             [{"role": "user", "content": "What sound does a cow make?"}],
             [

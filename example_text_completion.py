@@ -14,6 +14,7 @@ import sys
 import fire
 
 from llama import Llama
+from llama.distributed import choose_threads
 
 
 def main(
@@ -42,6 +43,7 @@ def main(
         device=device,
         dtype=dtype,
     ) as generator:
+        choose_threads(generator.model)  # small models are slower on several; OMP_NUM_THREADS wins
         prompts = [
             "Once upon a time, there was a little girl named",
             "In a small village lived a boy named",

@@ -12,6 +12,7 @@ from .cli.convert import convert
 from .cli.info import info
 from .cli.output import PrintableRecords, printable
 from .cli.trace import trace
+from .distributed import choose_threads
 from .errors import LlamaError
 
 COMMANDS = {command.__name__: command for command in (complete, chat, trace, convert, info, bench)}
@@ -27,6 +28,7 @@ def main() -> None:
     logging.getLogger("llama").addFilter(PrintableRecords())
     try:
         command, options = parse_arguments(COMMANDS, sys.argv[1:])
+        choose_threads()
         command(**options)
         if sys.stdout is not None:
             sys.stdout.flush()

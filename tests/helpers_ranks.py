@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,24 @@ def environment() -> None:
         assert golden_greedy(generator)
     assert dict(os.environ) == before
     assert torch.get_default_dtype() == torch.float32 and torch.empty(0).device.type == "cpu"
+
+
+@check
+def timeout_of_the_models_group() -> None:
+    """That of `build`, without a warning and without torch's private function, which warns from 2.14 on."""
+    private = dist.distributed_c10d._set_pg_timeout
+    dist.distributed_c10d._set_pg_timeout = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for size in (WORLD, 2) if WORLD == 4 else (WORLD,):
+                with build(timeout=77, model_parallel_size=size):
+                    group = fairscale.get_model_parallel_group()
+                    assert dist.get_process_group_ranks(group) == [RANK // size * size + i for i in range(size)]
+                    if size > 1:
+                        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 77
+    finally:
+        dist.distributed_c10d._set_pg_timeout = private
 
 
 # --------------------------------------------------------------------- what ends the process: the last of a start

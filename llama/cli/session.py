@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..distributed import choose_threads
 from ..errors import LlamaError
 from ..generation import Llama
 
@@ -20,7 +21,9 @@ def open_model(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **buil
         raise LlamaError(f"the demo model, shipped with llama, is not at {DEMO}: reinstall llama or pass --ckpt")
     stdout, sys.stdout = sys.stdout, sys.stderr
     try:
-        return Llama.build(ckpt or str(DEMO), tokenizer, max_seq_len, 1, **build)
+        generator = Llama.build(ckpt or str(DEMO), tokenizer, max_seq_len, 1, **build)
+        choose_threads(generator.model)
+        return generator
     finally:
         if sys.stdout is sys.stderr:  # otherwise `build` has muted this rank
             sys.stdout = stdout

@@ -16,6 +16,7 @@ from .groups import (
     world_size,
 )
 from .layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, linear_layers
+from .threads import choose_threads
 
 __all__ = [
     "EXIT_WAIT",
@@ -26,6 +27,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_same_on_all_ranks",
+    "choose_threads",
     "destroy_groups",
     "initialize_groups",
     "linear_layers",

@@ -248,8 +248,8 @@ def initialize_groups(
                 _check_size(model_parallel_size, dist.get_world_size())
                 with contextlib.redirect_stdout(io.StringIO()):  # FairScale prints three lines
                     fs_init.initialize_model_parallel(model_parallel_size or dist.get_world_size())
-                if timeout is not None:  # FairScale's groups would wait half an hour, whatever the world's timeout is
-                    dist.distributed_c10d._set_pg_timeout(_duration(timeout), fs_init.get_model_parallel_group())
+                if timeout is not None and world_size() > 1:
+                    _replace_model_parallel_group(_duration(timeout))
                 cls._made_model_parallel = True
             elif model_parallel_size is not None and model_parallel_size != world_size():
                 raise LlamaError(
@@ -261,6 +261,18 @@ def initialize_groups(
                 destroy_groups(wait=False)
             raise
         return ProcessGroups()
+
+
+def _replace_model_parallel_group(limit: datetime.timedelta) -> None:
+    """FairScale's group by one of the same ranks that waits `limit`: FairScale's own would wait half an hour, whatever
+    the world's timeout is, and torch has no public way to change that later. Every rank makes every group, in order.
+    """
+    size = world_size()
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, timeout=limit, backend=dist.get_backend(fs_init.get_model_parallel_group()))
+        if dist.get_rank() in ranks:
+            fs_init._MODEL_PARALLEL_GROUP = group
 
 
 def _check_size(size: int | None, world: int) -> None:

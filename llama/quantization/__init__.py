@@ -1,7 +1,7 @@
 """Weights in fewer bytes: codecs (numbers to quantized values and back) and kernels (what multiplies with them)."""
 
 from .codecs import GROUPS, dequantize, quantize_int4, quantize_int8
-from .kernels import SCHEMES, Int8Weight, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized
+from .kernels import SCHEMES, Int8Weight, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized, weight_scheme
 
 __all__ = [
     "GROUPS",
@@ -15,4 +15,5 @@ __all__ = [
     "pack_quantized",
     "quantize_int4",
     "quantize_int8",
+    "weight_scheme",
 ]

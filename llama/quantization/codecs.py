@@ -7,8 +7,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-GROUPS = (64, 32)  # columns that share a scale in int4: the first of these that divides the row
-CHUNK = 1 << 20  # weights that are quantized, or packed, at once
+GROUP = 32  # columns that share a scale in int4
+GROUPS = (GROUP, 64)  # that files may hold: earlier versions wrote groups of 64
+CHUNK = 1 << 18  # weights that are quantized, or packed, at once: 1 MB of float32, so that they stay in the cache
 TINY = torch.finfo(torch.bfloat16).tiny  # the least scale: rows of zeros have one too
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]  # quantized values and scales
@@ -43,30 +44,35 @@ def quantize_int8(weight: Tensor) -> Quantized:
 def quantize_int4(weight: Tensor) -> Quantized:
     """uint8 (n, k / 2), the even column in the low four bits, and bfloat16 (n, k / group, 2): scale and zero.
 
-    A value is (qvalue - 8) * scale + zero, as in torch's int4 kernels; the 16 steps span each group's range.
+    A value is (qvalue - 8) * scale + zero, as in torch's int4 kernels. The 16 steps span each group's range first; then
+    scale and zero are fitted to the weights by least squares, and the weights rounded once more (docs/quantization.md).
     ValueError if a row cannot be grouped or the weight is not finite.
     """
     n, k = weight.shape
-    group = _group_size(k)
-    grouped = weight.float().view(n, k // group, group)
-    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)  # (n, k / group, 1)
-    scale = ((high - low) / 15).clamp(min=TINY).bfloat16()
-    zero = (low + scale.float() * 8).bfloat16()
+    if k % GROUP:
+        raise ValueError(f"int4 needs rows of a multiple of {GROUP} values, this weight has {k}: take int8")
+    grouped = weight.float().reshape(n, k // GROUP, GROUP)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)  # (n, k / GROUP, 1)
+    scale = ((high - low) / 15).clamp_(min=TINY)
+    steps = _to_steps(grouped, scale, low + scale * 8)
+    center, mean = steps.mean(-1, keepdim=True), grouped.mean(-1, keepdim=True)
+    deviation = steps.sub_(center)
+    slope = (deviation * grouped).sum(-1, keepdim=True) / deviation.square().sum(-1, keepdim=True).clamp_(min=0.5)
+    scale = slope.clamp_(min=TINY).bfloat16()
+    zero = (mean - scale.float() * center).bfloat16()
     _check_finite(scale + zero)
-    qvalues = ((grouped - zero.float()) / scale.float()).round_().add_(8).clamp_(0, 15).to(torch.uint8).view(n, k)
+    qvalues = _to_steps(grouped, scale.float(), zero.float()).add_(8).to(torch.uint8).view(n, k)
     return qvalues[:, ::2] | qvalues[:, 1::2] << 4, torch.cat([scale, zero], -1)
+
+
+def _to_steps(grouped: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """-8 to 7, the nearest step of each value."""
+    return (grouped - zero).div_(scale).round_().clamp_(-8, 7)
 
 
 def _check_finite(scales: Tensor) -> None:
     if not scales.isfinite().all():  # quantized, a whole row or group would become one such value
         raise ValueError("it holds NaN or inf, or is too large: `python -m llama info --check CKPT` lists such weights")
-
-
-def _group_size(k: int) -> int:
-    for group in GROUPS:
-        if k % group == 0:
-            return group
-    raise ValueError(f"int4 needs rows of a multiple of {GROUPS[-1]} values, this weight has {k}: take int8")
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

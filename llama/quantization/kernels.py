@@ -4,7 +4,7 @@
 is a class and a row in SCHEMES:
 
     int8          8 bits, one scale per row
-    int4          4 bits, a scale and a zero for each group of 64 columns (32 if the row is no multiple of 64)
+    int4          4 bits, a scale and a zero for each group of 32 columns; the head as int8
     int8-dynamic  as int8, and each row of activations in 8 bits too (fbgemm): fastest, least accurate
 
 `PrepackedWeight` is not quantized: with compile=True on a CPU the values as they are, in oneDNN's blocked order.
@@ -124,7 +124,7 @@ class Int4Weight:
     """
 
     quantize = staticmethod(quantize_int4)
-    bytes_per_weight = 0.5625
+    bytes_per_weight = 0.625  # in groups of 32: 4 bits, and 2 x 16 for the group
     MAX_ROWS = 64
     BLOCK = 512  # rows of the weight that are unpacked at once
     CUDA_BLOCK = 4096  # the same on CUDA: 0.2 GB at k = 4,096
@@ -297,6 +297,11 @@ SCHEMES: dict[str, type[QuantizedWeight]] = {
     "int4": Int4Weight,
     "int8-dynamic": DynamicInt8Weight,
 }
+
+
+def weight_scheme(name: str, scheme: str) -> str:
+    """The scheme of a weight, by its key: int4 keeps the head in 8 bits, whose errors go straight to the logits."""
+    return "int8" if scheme == "int4" and name == "output.weight" else scheme
 
 
 def pack(weight: Tensor, scheme: str) -> PackedWeight:
