@@ -7,8 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..errors import LlamaError
 from ..model import Transformer
+from .overrides import has_hooks_or_overrides
 
 
 class CacheLock:
@@ -73,15 +76,20 @@ def cache_state(generator: Any) -> CacheState:
 
 
 def _versions(model: Any) -> tuple[Any, ...]:
-    """Where weights and cache lie and how often they were written to; torch counts every write but those through
-    `.data` and within `inference_mode`. Forwards count too.
+    """Where weights and cache lie and how often they were written to (torch counts every write but those through
+    `.data`), how often the model was called, and autocast. Never the same again for a model with hooks or overrides,
+    which may do something else each time, and for tensors made in `inference_mode`, whose writes nobody counts.
     """
-    if not isinstance(model, Transformer):
-        return (object(),)  # never the same again
+    if has_hooks_or_overrides(model):
+        return (object(),)
+    kind = model.freqs_cis.device.type
     tensors = [*model.parameters(), model.freqs_cis]
     for attention in model.attentions():
         tensors += [attention.cache_k, attention.cache_v]
-    return (model.n_forwards, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
+    if any(tensor.is_inference() for tensor in tensors):
+        return (object(),)
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (model.n_forwards, autocast, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
 
 
 @contextlib.contextmanager
