@@ -92,6 +92,7 @@ class Llama2Format:
 
     def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
         """As `ChatFormat.truncate`; each turn is encoded once, and once more where it could come first."""
+        dialog = list(dialog)  # a tuple is good too
         lead = dialog[:1] if dialog and dialog[0]["role"] == "system" else []
         turns = dialog[len(lead) :]
         *finished, last = self._turns(tokenizer, turns)
@@ -146,7 +147,7 @@ def _check_message(message: Any, where: str) -> None:
         role, content = message["role"], message["content"]
     except (TypeError, KeyError, IndexError, AttributeError):
         raise LlamaError(f'{where} is {message!r:.60}; it must be a dict with "role" and "content"') from None
-    if role not in ("system", "user", "assistant"):
+    if not isinstance(role, str) or role not in ("system", "user", "assistant"):
         raise LlamaError(f"{where}: role {role!r:.60} is not 'system', 'user' or 'assistant'")
     if not isinstance(content, str):
         raise LlamaError(f"{where}: content is a {type(content).__name__}, it must be a str")

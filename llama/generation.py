@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
-from .arguments import check_integer, check_layers, check_list, check_prompts, check_text
+from .arguments import check_integer, check_layers, check_list, check_prompts, check_size, check_text
 from .chat import (
     B_INST,
     B_SYS,
@@ -30,9 +30,9 @@ from .chat import (
 )
 from .engine.cache import cache_state
 from .engine.compiled import StaticDecoder, compile_model
-from .engine.options import Options, check_options, check_prefill_chunk, make_request, prompt_budget
+from .engine.options import Options, check_options, make_request, prompt_budget
 from .engine.request import Request, Step
-from .engine.results import Stream, collect, details, refused_stream, stream_steps, stream_text, texts
+from .engine.results import Stream, collect, details, refusal, refused_stream, stream_steps, stream_text, texts
 from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
 from .errors import LlamaError
@@ -130,6 +130,12 @@ class Llama:
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
+        max_seq_len, max_batch_size = (
+            check_size("max_seq_len", max_seq_len),
+            check_size("max_batch_size", max_batch_size),
+        )
+        if model_parallel_size is not None:
+            model_parallel_size = check_size("model_parallel_size", model_parallel_size)
         place = distributed.pick_device(device)
         groups = distributed.initialize_groups(model_parallel_size, place, backend, timeout)
         try:
@@ -217,9 +223,10 @@ class Llama:
         `echo`; a stop token is not among it. Log-probabilities are natural, of the raw logits; a prompt's first is 0.0.
         With `details=True` a third value, one dict per prompt. Any number of prompts; LlamaError for what cannot be.
         """
-        if options.get("top_logprobs") and not options.get("details"):
-            raise LlamaError(f"top_logprobs={options['top_logprobs']} needs details=True, which holds them")
-        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
+        given = check_options(options)
+        if given.get("top_logprobs") and not given.get("details"):
+            raise LlamaError(f"top_logprobs={given['top_logprobs']} needs details=True, which holds them")
+        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **given}
         scheduler = self._schedule(prompt_tokens, max_gen_len, echo and logprobs, **settings)
         bar = tqdm(total=len(scheduler.rows), disable=not options.get("progress"), unit="prompt")
         with bar:
@@ -244,8 +251,9 @@ class Llama:
 
         From the first step until the stream is exhausted or closed, other calls on this model are a LlamaError.
         """
-        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
-        return stream_steps(self, self._schedule(prompt_tokens, max_gen_len, False, **settings), options)
+        given = check_options(options)
+        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **given}
+        return stream_steps(self, self._schedule(prompt_tokens, max_gen_len, False, **settings), given)
 
     def _schedule(self, prompt_tokens: Any, max_gen_len: int | None, score_prompt: bool, **settings: Any) -> Scheduler:
         """One call's checked prompts and settings, ready to run."""
@@ -319,18 +327,26 @@ class Llama:
     ) -> Stream[str]:
         """`text_completion` of one prompt in chunks: joined, they are its "generation" for the same seed."""
         text = check_text("prompt", prompt, "stream_text takes one text")
-        settings: Any = {"temperature": temperature, "top_p": top_p, **options}
-        return self.stream_prompt(self._encode_prompt(0, text), max_gen_len, keep_space, **settings)
+        settings = {"temperature": temperature, "top_p": top_p, **options}
+        return self.stream_prompt(self._encode_prompt(0, text), max_gen_len, keep_space, settings)
 
     def stream_prompt(
-        self, prompt: list[int], max_gen_len: int | None, keep_space: bool, reuse: bool = False, **settings: Any
+        self,
+        prompt: list[int] | None,
+        max_gen_len: int | None,
+        keep_space: bool,
+        settings: dict[str, Any],
+        reuse: bool = False,
     ) -> Stream[str]:
-        """The text of one prompt's continuation in chunks, given its ids. `reuse` skips the part of the prompt that the
-        last stream left in the cache, provided that nothing has touched weights or cache since.
+        """The text of one prompt's continuation in chunks, given its ids; None is a dialog that is refused. `reuse`
+        skips what the last stream left of the prompt in the cache, provided that nothing has touched weights or cache.
         """
-        settings = check_options(settings)
-        steps = stream_steps(self, self._schedule([prompt], max_gen_len, False, **settings), settings, reuse)
-        return stream_text(self.tokenizer, steps, settings.get("stop", ()), keep_space)
+        given = check_options(settings)
+        scheduler = self._schedule([] if prompt is None else [prompt], max_gen_len, False, **given)
+        steps = stream_steps(self, scheduler, given, reuse)
+        if prompt is None:
+            return refused_stream(UNSAFE_ERROR)
+        return stream_text(self.tokenizer, steps, given.get("stop", ()), keep_space)
 
     # -------------------------------------------------------------------------------------- chat
 
@@ -362,7 +378,7 @@ class Llama:
         prompts = [self.chat_format.encode(self.tokenizer, listed[i], i) for i in safe]
         if not prompts:  # the settings are checked all the same
             self._schedule([], max_gen_len, False, temperature=temperature, top_p=top_p, logprobs=logprobs, **given)
-            return [_refusal(logprobs, given) for _ in listed]
+            return [refusal(UNSAFE_ERROR, logprobs, given) for _ in listed]
         results = self.generate(
             prompt_tokens=prompts,
             max_gen_len=self._as_published(max_gen_len),
@@ -375,7 +391,7 @@ class Llama:
         for i, (text, extras) in zip(safe, texts(self.tokenizer, results, given, keep_space), strict=True):
             counted = {"dropped": dropped[i]} if drop_oldest and given.get("details") else {}
             answers[i] = {"generation": {"role": "assistant", "content": text}, **extras, **counted}
-        return [answers[i] if i in answers else _refusal(logprobs, given) for i in range(len(listed))]
+        return [answers[i] if i in answers else refusal(UNSAFE_ERROR, logprobs, given) for i in range(len(listed))]
 
     def stream_chat(
         self,
@@ -389,11 +405,10 @@ class Llama:
     ) -> Stream[str]:
         """`chat_completion` of one dialog in chunks: joined, they are its answer's "content" for the same seed."""
         self.chat_format.check(dialog)
-        if self.chat_format.is_unsafe(dialog, self.tokenizer):
-            return refused_stream(UNSAFE_ERROR)
-        settings: Any = {"temperature": temperature, "top_p": top_p, **options}
-        ids = self.chat_format.encode(self.tokenizer, dialog)
-        return self.stream_prompt(ids, max_gen_len, keep_space, **settings)
+        unsafe = self.chat_format.is_unsafe(dialog, self.tokenizer)
+        ids = None if unsafe else self.chat_format.encode(self.tokenizer, dialog)
+        settings = {"temperature": temperature, "top_p": top_p, **options}
+        return self.stream_prompt(ids, max_gen_len, keep_space, settings)
 
     # --------------------------------------------------------------------- looking without generating
 
@@ -418,7 +433,7 @@ class Llama:
         `layers` names blocks from 0 up; -1 is after the final norm. None is every block and the final norm.
         `prefill_chunk` as in `Options`. LlamaError for a layer or prompt that cannot be.
         """
-        prompts, chunk = self._check_prompts(prompt_tokens), check_prefill_chunk(prefill_chunk)
+        prompts, chunk = self._check_prompts(prompt_tokens), check_size("prefill_chunk", prefill_chunk)
         wanted = check_layers(layers, self.model.params.n_layers)
         return list(cache_state(self).lock.hold(lambda: scoring.hidden_states(self.model, prompts, wanted, chunk)))
 
@@ -441,15 +456,3 @@ class Llama:
 def _with_details(options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; alternatives come with the details."""
     return {**options, "details": True} if options.get("top_logprobs") else options
-
-
-def _refusal(logprobs: bool, options: dict[str, Any]) -> Any:
-    """The answer to a dialog that holds a special tag."""
-    answer: dict[str, Any] = {"generation": {"role": "assistant", "content": UNSAFE_ERROR}}
-    if logprobs:
-        answer |= {"tokens": [], "logprobs": []}
-    if options.get("top_logprobs"):
-        answer["top_logprobs"] = []
-    if options.get("details"):
-        answer |= {"finish_reason": "refused", "prompt_tokens": 0, "completion_tokens": 0}
-    return answer

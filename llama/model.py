@@ -54,7 +54,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def _norm(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        mean = x.pow(2).mean(-1, keepdim=True)  # (..., 1)
+        scale = torch.rsqrt(mean + self.eps)
+        return x * torch.add(scale, mean, alpha=0)  # 0 * inf: squares beyond float32 give NaN, or x would vanish
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) to the same shape."""
@@ -80,7 +82,7 @@ def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """CacheLock neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32.
+    """Rotate neighbouring pairs of xq (b, s, h, k) and xk (b, s, g, k) by their position's angles, in float32.
 
     freqs_cis as for `reshape_for_broadcast`, or one table per row in real numbers (b, s, k/2, 2), for compilers.
     """

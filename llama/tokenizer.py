@@ -76,12 +76,13 @@ class Tokenizer:
         return token
 
     def decode(self, t: Any, *, keep_space: bool = False) -> Any:
-        """The text of a list of ids or of one; a list of lists gives a list of texts, None an empty text.
+        """The text of a list of ids or of one; lists of ids give a list of texts, None an empty text; tensors are good.
 
         The space before the first word is dropped, as SentencePiece does, unless `keep_space`. LlamaError names an id
         out of range.
         """
-        if isinstance(t, (list, tuple)) and t and all(isinstance(ids, (list, tuple)) for ids in t):
+        t = t.tolist() if hasattr(t, "tolist") else t
+        if isinstance(t, (list, tuple)) and t and all(_is_list(ids) for ids in t):
             return [self.decode(ids, keep_space=keep_space) for ids in t]
         ids = [] if t is None else _as_ids(t)
         for token in ids:
@@ -99,6 +100,10 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
     if ids is None:
         ids = [] if getattr(tokenizer, "eos_id", None) is None else [tokenizer.eos_id]
     return frozenset(ids)
+
+
+def _is_list(ids: Any) -> bool:
+    return isinstance(ids, (list, tuple)) or getattr(ids, "ndim", 0) > 0
 
 
 def _as_ids(t: Any) -> list[int]:

@@ -280,5 +280,5 @@ def test_what_is_no_list_is_named(generator: Llama, wrong: Any) -> None:
     for call in (generator.text_completion, generator.chat_completion, generator.score, generator.embed):
         with pytest.raises(LlamaError, match=r"(prompts|dialogs) is .*must be a list of"):
             call(wrong)
-    with pytest.raises(LlamaError, match="stop_ids="):
+    with pytest.raises(LlamaError, match="stop_ids is .*must be a list of"):
         generator.generate([[1]], 1, stop_ids=wrong)

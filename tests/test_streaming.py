@@ -150,5 +150,5 @@ def test_a_stop_string_of_any_script(generator: Llama, stop: str) -> None:
 
 @pytest.mark.parametrize("stop", ["text", None, 5, [""], [None], [b"a"]])
 def test_what_is_no_list_of_stop_strings(generator: Llama, stop: Any) -> None:
-    with pytest.raises(LlamaError, match="stop="):
+    with pytest.raises(LlamaError, match="stop(=| is ).*must be a list of texts"):
         generator.text_completion(["a"], stop=stop)

@@ -13,7 +13,7 @@ A weight matrix ``W`` (out x in) is sharded over the ranks of the model-parallel
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from ..errors import LlamaError
 from .groups import world_size
 
+InitMethod: TypeAlias = Callable[[Tensor], Any] | None
+
 
 def _shard_size(total: int, what: str) -> int:
     ranks = world_size()
@@ -37,6 +39,14 @@ def _shard_size(total: int, what: str) -> int:
             f"{what}={total} is not divisible by the {ranks} ranks that share the model: start {math.gcd(total, ranks)}"
         )
     return total // ranks
+
+
+def _make_weight(rows: int, columns: int, init_method: InitMethod) -> nn.Parameter:
+    """This rank's shard, uninitialized where no method is given: a checkpoint is loaded over it."""
+    weight = nn.Parameter(torch.empty(rows, columns))
+    if init_method is not None:
+        init_method(weight)
+    return weight
 
 
 # Rows up to which MKL multiplies W x faster than x W^T in float32: 2.1 x at 2 rows, 1.3 x at 16 (docs/performance.md).
@@ -54,15 +64,22 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
 
 
 class _Linear(nn.Module):
-    """What both linear layers share: `weight` (out, in), this rank's shard, uninitialized; or `packed` in its place."""
+    """What both linear layers share: `weight` (out, in), this rank's shard, uninitialized; or `packed` in its place.
+
+    They take FairScale's arguments. LlamaError for a bias, which no Llama has.
+    """
 
     packed: Callable[[Tensor], Tensor] | None = None
 
-    def __init__(self, in_features: int, out_features: int, shard: tuple[int, int]) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, shard: tuple[int, int], bias: bool, init_method: InitMethod
+    ) -> None:
         nn.Module.__init__(self)  # FairScale's would allocate the whole matrix
+        if bias:
+            raise LlamaError("bias=True, but these layers have none, as Llama has none: pass bias=False")
         self.in_features = in_features
         self.out_features = out_features
-        self.weight = nn.Parameter(torch.empty(shard))
+        self.weight = _make_weight(*shard, init_method)
         self.register_parameter("bias", None)
 
     def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
@@ -77,9 +94,16 @@ class ColumnParallelLinear(_Linear, fs_layers.ColumnParallelLinear):  # type: ig
     Input (..., in_features), output (..., out_features) if `gather_output`, else this rank's slice of it.
     """
 
-    def __init__(self, in_features: int, out_features: int, gather_output: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        gather_output: bool = False,
+        init_method: InitMethod = None,
+    ) -> None:
         size = _shard_size(out_features, "out_features")
-        super().__init__(in_features, out_features, (size, in_features))
+        super().__init__(in_features, out_features, (size, in_features), bias, init_method)
         self.output_size_per_partition, self.gather_output = size, gather_output
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -97,9 +121,16 @@ class RowParallelLinear(_Linear, fs_layers.RowParallelLinear):  # type: ignore[m
     the ranks' partial products added by one all-reduce.
     """
 
-    def __init__(self, in_features: int, out_features: int, input_is_parallel: bool = True) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        input_is_parallel: bool = True,
+        init_method: InitMethod = None,
+    ) -> None:
         size = _shard_size(in_features, "in_features")
-        super().__init__(in_features, out_features, (out_features, size))
+        super().__init__(in_features, out_features, (out_features, size), bias, init_method)
         self.input_size_per_partition, self.input_is_parallel = size, input_is_parallel
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -121,12 +152,12 @@ class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
     `weight` (num_embeddings, embedding_dim / ranks), uninitialized. Ids (...) to vectors (..., embedding_dim).
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod = None) -> None:
         nn.Module.__init__(self)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.embedding_dim_per_partition = _shard_size(embedding_dim, "embedding_dim")
-        self.weight = nn.Parameter(torch.empty(num_embeddings, self.embedding_dim_per_partition))
+        self.weight = _make_weight(num_embeddings, self.embedding_dim_per_partition, init_method)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""

@@ -10,11 +10,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from typing_extensions import Self
 
 from ..errors import LlamaError
 from ..interrupts import restoring
 from ..model import Transformer
+from .overrides import has_hooks_or_overrides
 
 T = TypeVar("T")
 
@@ -127,15 +129,20 @@ def cache_state(generator: Any) -> CacheState:
 
 
 def _versions(model: Any) -> tuple[Any, ...]:
-    """Where weights and cache lie and how often they were written to; torch counts every write but those through
-    `.data` and within `inference_mode`. Forwards count too.
+    """Where weights and cache lie and how often they were written to (torch counts every write but those through
+    `.data`), how often the model was called, and autocast. Never the same again for a model with hooks or overrides,
+    which may do something else each time, and for tensors made in `inference_mode`, whose writes nobody counts.
     """
-    if not isinstance(model, Transformer):
-        return (object(),)  # never the same again
+    if has_hooks_or_overrides(model):
+        return (object(),)
+    kind = model.freqs_cis.device.type
     tensors = [*model.parameters(), model.freqs_cis]
     for attention in model.attentions():
         tensors += [attention.cache_k, attention.cache_v]
-    return (model.n_forwards, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
+    if any(tensor.is_inference() for tensor in tensors):
+        return (object(),)
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (model.n_forwards, autocast, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
 
 
 def in_cache_rows(model: Transformer, first: int, run: Callable[[], T]) -> T:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ..arguments import check_integer, check_stop_ids, check_stop_strings
+from ..arguments import check_integer, check_size, check_stop_strings, check_token_ids
 from ..errors import LlamaError
 from .request import Request
 from .sampling import Sampling
@@ -39,7 +39,9 @@ PUBLISHED = ("temperature", "top_p", "max_gen_len", "logprobs")
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with stops as tuples, so that an iterator among them is taken once; TypeError for an unknown name."""
+    """The options with stops as tuples, so that an iterator among them is taken once; TypeError for an unknown name,
+    LlamaError for a value that cannot be.
+    """
     known = sorted(Options.__annotations__)
     for name in options:
         if name not in known and name not in PUBLISHED:
@@ -50,13 +52,12 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if "stop" in checked:
         checked["stop"] = check_stop_strings(checked["stop"])
     if "stop_ids" in checked:
-        checked["stop_ids"] = tuple(check_stop_ids(checked["stop_ids"]))
+        checked["stop_ids"] = tuple(check_token_ids("stop_ids", checked["stop_ids"]))
+    if "top_logprobs" in checked:
+        checked["top_logprobs"] = check_integer(
+            "top_logprobs", checked["top_logprobs"], 0, "an integer from 0 (off) up"
+        )
     return checked
-
-
-def check_prefill_chunk(chunk: Any) -> int:
-    """`chunk` as an int of at least 1."""
-    return check_integer("prefill_chunk", chunk, 1, "an integer of at least 1")
 
 
 def make_request(
@@ -84,7 +85,7 @@ def make_request(
         stop_ids=frozenset(options.get("stop_ids", ())) | model_stop_ids,
         logprobs=logprobs,
         score_prompt=score_prompt,
-        prefill_chunk=check_prefill_chunk(options.get("prefill_chunk", Request.prefill_chunk)),
+        prefill_chunk=check_size("prefill_chunk", options.get("prefill_chunk", Request.prefill_chunk)),
         stop_text=(lambda: StopDetector(tokenizer, stops)) if stops else None,
     )
 
@@ -95,7 +96,9 @@ def prompt_budget(max_seq_len: int, max_gen_len: int | None) -> int:
     if max_gen_len is None:
         return quarter
     length = check_integer("max_gen_len", max_gen_len, 0, "None or an integer from 0 up")
-    return quarter if length >= max_seq_len - 1 else max_seq_len - length  # so much means: as many as fit
+    if length >= max_seq_len - 1:  # so much means: as many as fit
+        return quarter
+    return max(max_seq_len - length, max_seq_len // 4)  # an answer of nearly the whole window would leave no dialog
 
 
 def _check_max_gen_len(prompts: list[list[int]], max_gen_len: Any, max_seq_len: int) -> int:

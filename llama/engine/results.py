@@ -61,6 +61,18 @@ def texts(
         yield decode_tokens(tokenizer, ids, options.get("stop", ()), keep_space, n_echoed), extras
 
 
+def refusal(message: str, logprobs: bool, options: Mapping[str, Any]) -> Any:
+    """A completion's answer to a dialog that is not taken."""
+    answer: dict[str, Any] = {"generation": {"role": "assistant", "content": message}}
+    if logprobs:
+        answer |= {"tokens": [], "logprobs": []}
+    if options.get("top_logprobs"):
+        answer["top_logprobs"] = []
+    if options.get("details"):
+        answer |= {"finish_reason": "refused", "prompt_tokens": 0, "completion_tokens": 0}
+    return answer
+
+
 class Stream(Generic[T]):
     """An iterator of steps or of text that frees the model when it is exhausted, closed or dropped, and a context
     manager. `finish_reason`, `usage` and `tokens` tell what there is so far; of several prompts, in lists.
@@ -97,6 +109,11 @@ class Stream(Generic[T]):
     def tokens(self) -> Any:
         """Ids of the output, without the stop token."""
         return self._of_each([row.output[: completion_length(row, self.request)] for row in self.rows])
+
+    @property
+    def logprobs(self) -> Any:
+        """The log-probability of each token, where `logprobs` was asked for."""
+        return self._of_each([row.logprobs[: completion_length(row, self.request)] for row in self.rows])
 
     @property
     def top_logprobs(self) -> Any:

@@ -8,13 +8,12 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import check_integer, check_number
+from ..arguments import as_integer, as_number, check_integer, check_number
 from ..errors import LlamaError
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -79,13 +78,13 @@ def _check_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise LlamaError(f"logit_bias={bias!r:.80} must be a dict from token id to a number")
     checked = {}
-    for token, value in bias.items():
-        name = f"logit_bias={{{token!r:.40}: {value!r:.40}}}"
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise LlamaError(f"{name} must map a token id to a number below float32's limit")
-        if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or not float(value) <= FLOAT32.max:
-            raise LlamaError(f"{name} must map a token id to a number below float32's limit")
-        checked[index(token)] = float(value) if float(value) >= FLOAT32.min else -math.inf
+    for key, value in bias.items():
+        token, number = as_integer(key), as_number(value)
+        if token is None or number is None or not number <= FLOAT32.max:
+            raise LlamaError(
+                f"logit_bias={{{key!r:.40}: {value!r:.40}}} must map a token id to a number below float32's limit"
+            )
+        checked[token] = number if number >= FLOAT32.min else -math.inf
     return checked
 
 

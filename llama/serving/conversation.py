@@ -6,9 +6,9 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ..arguments import check_integer, check_text
-from ..chat import SPECIAL_TAGS, UNSAFE_ERROR, Dialog, Message
+from ..chat import SPECIAL_TAGS, Dialog, Message
 from ..engine.options import Options, prompt_budget
-from ..engine.results import Stream, refused_stream
+from ..engine.results import Stream
 from ..errors import LlamaError
 from ..generation import Llama
 
@@ -22,8 +22,6 @@ class Conversation:
     """
 
     def __init__(self, generator: Llama, system: str | None = None) -> None:
-        if system is not None:
-            check_text("system", system, "it must be a text or None")
         self.generator = generator
         self.dialog: Dialog = []
         self.system = system
@@ -44,6 +42,8 @@ class Conversation:
 
     @system.setter
     def system(self, text: str | None) -> None:
+        if text is not None:
+            check_text("system", text, "it must be a text or None")
         if text and self.generator.chat_format.is_unsafe(
             [{"role": "system", "content": text}], self.generator.tokenizer
         ):
@@ -57,7 +57,8 @@ class Conversation:
     def load(self, messages: Any) -> None:
         """Go on with another dialog, which ends with an answer. LlamaError, and nothing changed, where it is none."""
         chat_format = self.generator.chat_format
-        chat_format.check([*messages, {"role": "user", "content": ""}] if isinstance(messages, list) else messages)
+        is_list = isinstance(messages, (list, tuple))
+        chat_format.check([*messages, {"role": "user", "content": ""}] if is_list else messages)
         if chat_format.is_unsafe(messages, self.generator.tokenizer):
             raise LlamaError(f"the dialog holds one of {', '.join(SPECIAL_TAGS)}: leave it out")
         lead = [message["content"] for message in messages[:1] if message["role"] == "system"]
@@ -86,14 +87,14 @@ class Conversation:
         question: Message = {"role": "user", "content": check_text("content", content, "ask takes one text")}
         if max_gen_len is not None:
             check_integer("max_gen_len", max_gen_len, 1, "None or an integer from 1 up: an answer needs a token")
+        settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **options}
         self._begin()
         if chat_format.is_unsafe([question], generator.tokenizer):
-            return refused_stream(UNSAFE_ERROR)
+            return generator.stream_prompt(None, max_gen_len, False, settings)
         budget = prompt_budget(generator.model.params.max_seq_len, max_gen_len)
         dialog, dropped = chat_format.truncate(generator.tokenizer, [*self.messages(), question], budget)
         prompt = chat_format.encode(generator.tokenizer, dialog)
-        settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **options}
-        stream = generator.stream_prompt(prompt, max_gen_len, False, reuse=True, **settings)
+        stream = generator.stream_prompt(prompt, max_gen_len, False, settings, reuse=True)
         return Stream(self._answer(stream, dialog, dropped), stream.rows, stream.request)
 
     def _answer(self, stream: Stream[str], dialog: Dialog, dropped: int) -> Iterator[str]:
