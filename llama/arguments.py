@@ -43,7 +43,7 @@ def check_list(name: str, value: Any, items: str) -> list[Any]:
 
 
 def check_token_ids(name: str, value: Any) -> list[int]:
-    """Token ids as a list of ints."""
+    """A list of integers from anything that holds some; NumPy's and torch's integers are good. The range is not checked."""
     ids = check_list(name, value, "token ids")
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not _is_integer(token):
@@ -88,14 +88,14 @@ def _check_prompt(row: int, prompt: Any, max_seq_len: int, vocab_size: int | Non
 
 
 def check_text(name: str, value: Any, hint: str) -> str:
-    """`value` as it is, a str."""
+    """`value` itself; `hint` says in the error what is taken instead of another type."""
     if not isinstance(value, str):
         raise LlamaError(f"{name} is a {type(value).__name__}; {hint}")
     return value
 
 
 def check_stop_strings(stops: Any) -> tuple[str, ...]:
-    """The stop strings as a tuple; none of them may be empty."""
+    """Any iterable of texts, taken once; an empty text among them is an error, since it would stop everything."""
     if isinstance(stops, str) or not isinstance(stops, Iterable):
         raise LlamaError(f"stop={stops!r:.80} must be a list of texts, none of them empty")
     listed = tuple(stops)
@@ -105,7 +105,7 @@ def check_stop_strings(stops: Any) -> tuple[str, ...]:
 
 
 def check_stop_ids(stop_ids: Any) -> frozenset[int]:
-    """The ids as a set."""
+    """Any iterable of integers, taken once, without repetitions."""
     if isinstance(stop_ids, (str, bytes)) or not isinstance(stop_ids, Iterable):
         raise LlamaError(f"stop_ids={stop_ids!r:.80} must be a list of token ids")
     listed = list(stop_ids)

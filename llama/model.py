@@ -162,7 +162,7 @@ def _count(args: Any, name: str, value: int) -> int:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a static cache of keys and values, cut over the ranks by heads.
+    """Grouped-query attention over a static cache of keys and values, sharded over the ranks by heads.
 
     `cache_k`, `cache_v` (max_batch_size, max_seq_len, g, k) are plain tensors in the model's dtype: absent from
     `state_dict`, free to be moved or replaced. `qkv`, where compiled.py sets it, stands in for wq, wk and wv together.
