@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One page about a CUDA machine, in a quarter of an hour: results against the CPU first (tiny model, all dtypes, graphs on
+# One page about a CUDA machine: results against the CPU first (tiny model, all dtypes, graphs on
 # and off, int8 and int4), then the 7b shape at 1 and 16 rows with its shares of the copy bandwidth and of the matrix rate,
 # both measured in the same run, prefill of 2,048 tokens, int8, int4, and as many GPUs of 1, 2, 4, 8 as there are.
 # Usage: benchmarks/gpu_check.sh | tee benchmarks/results/$(date +%F)-NAME.txt

@@ -179,21 +179,20 @@ class Llama:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_groups": None}  # closing a copy leaves the original's groups up
 
-    def close(self) -> None:
-        """Leave the ranks' groups if `build` made them, and give later ranks their stdout back; for every rank."""
-        self._close()
+    def close(self, *, wait: bool = True) -> None:
+        """Drop CUDA graphs, leave the ranks' groups if `build` made them, and give later ranks their stdout back; for
+        every rank, which waits for the others unless `wait` is False.
+        """
+        if self.decoder is not None:
+            self.decoder.close()
+        if self._groups is not None:
+            self._groups.close(wait)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._close(wait=error is None)  # after an error another rank may not come to the barrier
-
-    def _close(self, wait: bool = True) -> None:
-        if self.decoder is not None:
-            self.decoder.close()
-        if self._groups is not None:
-            self._groups.close(wait)
+        self.close(wait=error is None)  # after an error another rank may not come to the barrier
 
     @property
     def device(self) -> torch.device:
