@@ -11,7 +11,7 @@ from helpers import ROOT, build_golden
 
 from llama import ModelArgs, Transformer
 from llama.__main__ import main
-from llama.distributed import choose_threads, devices, initialize_groups
+from llama.distributed import choose_threads, initialize_groups, threads
 from llama.quantization import pack
 
 DEMO = ROOT / "checkpoints" / "demo"
@@ -25,8 +25,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    monkeypatch.setattr(devices, "CGROUPS", tmp_path)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(threads, "CGROUPS", tmp_path)
     return calls
 
 
@@ -59,12 +59,12 @@ def test_a_quota_of_the_own_group(asked: list[int], tmp_path: Path, monkeypatch:
 
 
 def test_affinity_and_torchs_own_number(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda process: {1, 5, 6}, raising=False)
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda process: {1, 5, 6}, raising=False)
     assert choose_threads() == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # a caller's own setting is never raised
     assert choose_threads() == 2
-    monkeypatch.delattr(devices.os, "sched_getaffinity", raising=False)  # macOS
-    monkeypatch.setattr(devices.os, "cpu_count", lambda: None)
+    monkeypatch.delattr(threads.os, "sched_getaffinity", raising=False)  # macOS
+    monkeypatch.setattr(threads.os, "cpu_count", lambda: None)
     assert choose_threads() == 1
 
 

@@ -1,6 +1,6 @@
 """Ranks that share one model: process groups and their life, devices, and the three tensor-parallel layers."""
 
-from .devices import choose_threads, pick_device, pick_dtype
+from .devices import pick_device, pick_dtype
 from .groups import (
     ProcessGroups,
     broadcast,
@@ -14,6 +14,7 @@ from .groups import (
     world_size,
 )
 from .layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, linear_layers
+from .threads import choose_threads
 
 __all__ = [
     "ColumnParallelLinear",
