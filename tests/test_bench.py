@@ -98,10 +98,11 @@ def test_bytes_and_operations_by_hand(scheme: str | None) -> None:
     model = generator.model
     rows = 6 * (5 * 288 + 2 * 768) + 32000
     weights = 6 * LAYER + HEAD
-    # 288 = 9 groups of 32; 768 = 12 groups of 64; 288 rows are padded to 320
-    padded = 6 * (288 * (3 * 320 + 320) + 2 * 288 * 768 + 768 * 320) + HEAD
-    groups_of_int4 = 6 * (4 * 9 * 320 + 2 * 9 * 768 + 12 * 320) + 9 * 32000
-    wanted = {None: weights * 4, "int8": weights + 2 * rows, "int4": padded // 2 + 4 * groups_of_int4}[scheme]
+    # 288 = 9 groups of 32; 768 = 24; 288 rows are padded to 320; the head has 8 bits
+    padded = 6 * (288 * (3 * 320 + 320) + 2 * 288 * 768 + 768 * 320)
+    groups_of_int4 = 6 * (4 * 9 * 320 + 2 * 9 * 768 + 24 * 320)
+    int4 = padded // 2 + 4 * groups_of_int4 + HEAD + 2 * 32000
+    wanted = {None: weights * 4, "int8": weights + 2 * rows, "int4": int4}[scheme]
     assert bench.step_bytes(model, 1, 0) == wanted
     assert bench.step_bytes(model, 2, 7) == wanted + 2 * 6 * 2 * 7 * 288 * 4
     assert bench.prefill_flops(model, 3, 5) == 3 * (2 * 6 * LAYER * 5 + 2 * HEAD + 6 * 2 * 5 * 5 * 288)

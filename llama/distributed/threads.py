@@ -1,4 +1,4 @@
-"""How many threads a program of ours takes."""
+"""How many threads a program of ours takes on a CPU."""
 
 import os
 from pathlib import Path
