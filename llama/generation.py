@@ -131,14 +131,8 @@ class Llama:
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
-        max_seq_len, max_batch_size = (
-            check_size("max_seq_len", max_seq_len),
-            check_size("max_batch_size", max_batch_size),
-        )
-        if model_parallel_size is not None:
-            model_parallel_size = check_size("model_parallel_size", model_parallel_size)
         place = distributed.pick_device(device)
-        groups = distributed.initialize_groups(model_parallel_size, place, backend, timeout)
+        groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
@@ -146,8 +140,8 @@ class Llama:
                 model = checkpoints.load_model(
                     checkpoint,
                     vocab_size=tokenizer.n_words,
-                    max_seq_len=max_seq_len,
-                    max_batch_size=max_batch_size,
+                    max_seq_len=check_size("max_seq_len", max_seq_len),
+                    max_batch_size=check_size("max_batch_size", max_batch_size),
                     device=place,
                     dtype=distributed.pick_dtype(dtype, place),
                     quantize=quantize,
@@ -427,6 +421,10 @@ class Llama:
         scoring.check_pooling(pooling)
         states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
+
+
+def _check_ranks(size: Any) -> int | None:
+    return None if size is None else check_size("model_parallel_size", size)
 
 
 def _as_published(params: Any, max_gen_len: int | None) -> int:
