@@ -130,14 +130,8 @@ class Llama:
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
-        max_seq_len, max_batch_size = (
-            check_size("max_seq_len", max_seq_len),
-            check_size("max_batch_size", max_batch_size),
-        )
-        if model_parallel_size is not None:
-            model_parallel_size = check_size("model_parallel_size", model_parallel_size)
         place = distributed.pick_device(device)
-        groups = distributed.initialize_groups(model_parallel_size, place, backend, timeout)
+        groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
@@ -145,8 +139,8 @@ class Llama:
                 model = checkpoints.load_model(
                     checkpoint,
                     vocab_size=tokenizer.n_words,
-                    max_seq_len=max_seq_len,
-                    max_batch_size=max_batch_size,
+                    max_seq_len=check_size("max_seq_len", max_seq_len),
+                    max_batch_size=check_size("max_batch_size", max_batch_size),
                     device=place,
                     dtype=distributed.pick_dtype(dtype, place),
                     quantize=quantize,
@@ -256,15 +250,10 @@ class Llama:
 
     def _schedule(self, prompt_tokens: Any, max_gen_len: int | None, score_prompt: bool, **settings: Any) -> Scheduler:
         """One call's checked prompts and settings, ready to run."""
-        prompts, window = self._check_prompts(prompt_tokens), int(self.model.params.max_seq_len)
+        prompts, window = _check_prompts(self.model.params, prompt_tokens), int(self.model.params.max_seq_len)
         stop_ids = stop_ids_of(self.tokenizer) | self.chat_format.stop_ids
         request = make_request(self.tokenizer, stop_ids, prompts, window, max_gen_len, score_prompt, **settings)
         return Scheduler(self.model, prompts, request, self.decoder)
-
-    def _check_prompts(self, prompt_tokens: Any) -> list[list[int]]:
-        vocab_size = getattr(self.model.params, "vocab_size", -1)
-        known = isinstance(vocab_size, int) and vocab_size > 0
-        return check_prompts(prompt_tokens, int(self.model.params.max_seq_len), vocab_size if known else None)
 
     # -------------------------------------------------------------------------------------- text
 
@@ -290,7 +279,7 @@ class Llama:
         given = check_options(options)
         results = self.generate(
             prompt_tokens=prompt_tokens,
-            max_gen_len=self._as_published(max_gen_len),
+            max_gen_len=_as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
@@ -301,10 +290,6 @@ class Llama:
             {"generation": text, **extras}  # type: ignore[typeddict-item]
             for text, extras in texts(self.tokenizer, results, given, keep_space, prompt_tokens if echo else None)
         ]
-
-    def _as_published(self, max_gen_len: int | None) -> int:
-        """What the published completions hand to `generate` where no length is given."""
-        return int(self.model.params.max_seq_len) - 1 if max_gen_len is None else max_gen_len
 
     def _encode_prompt(self, row: int, prompt: Any) -> list[int]:
         text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
@@ -330,12 +315,7 @@ class Llama:
         return self.stream_prompt(self._encode_prompt(0, text), max_gen_len, keep_space, settings)
 
     def stream_prompt(
-        self,
-        prompt: list[int] | None,
-        max_gen_len: int | None,
-        keep_space: bool,
-        settings: dict[str, Any],
-        reuse: bool = False,
+        self, prompt: list[int] | None, max_gen_len: int | None, keep_space: bool, settings: Any, reuse: bool = False
     ) -> Stream[str]:
         """The text of one prompt's continuation in chunks, given its ids; None is a dialog that is refused. `reuse`
         skips what the last stream left of the prompt in the cache, provided that nothing has touched weights or cache.
@@ -380,7 +360,7 @@ class Llama:
             return [refusal(UNSAFE_ERROR, logprobs, given) for _ in listed]
         results = self.generate(
             prompt_tokens=prompts,
-            max_gen_len=self._as_published(max_gen_len),
+            max_gen_len=_as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
@@ -418,7 +398,7 @@ class Llama:
 
         `prefill_chunk` as in `Options`. LlamaError for what cannot be a prompt.
         """
-        return scoring.score(self.generate, self._encode_all(prompts), prefill_chunk)
+        return scoring.score(self.generate, _encode_all(self.tokenizer, prompts), prefill_chunk)
 
     def hidden_states(
         self,
@@ -432,7 +412,7 @@ class Llama:
         `layers` names blocks from 0 up; -1 is after the final norm. None is every block and the final norm.
         `prefill_chunk` as in `Options`. LlamaError for a layer or prompt that cannot be.
         """
-        prompts, chunk = self._check_prompts(prompt_tokens), check_size("prefill_chunk", prefill_chunk)
+        prompts, chunk = _check_prompts(self.model.params, prompt_tokens), check_size("prefill_chunk", prefill_chunk)
         wanted = check_layers(layers, self.model.params.n_layers)
         return list(cache_state(self).lock.hold(lambda: scoring.hidden_states(self.model, prompts, wanted, chunk)))
 
@@ -444,12 +424,28 @@ class Llama:
         `prefill_chunk` as in `Options`. LlamaError for another `pooling` than "mean" and "last".
         """
         scoring.check_pooling(pooling)
-        states = self.hidden_states(self._encode_all(texts), layers=[-1], prefill_chunk=prefill_chunk)
+        states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
 
-    def _encode_all(self, prompts: Any) -> list[list[int]]:
-        listed = check_list("prompts", prompts, "texts or of lists of token ids")
-        return [self.tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in listed]
+
+def _check_ranks(size: Any) -> int | None:
+    return None if size is None else check_size("model_parallel_size", size)
+
+
+def _as_published(params: Any, max_gen_len: int | None) -> int:
+    """What the published completions hand to `generate` where no length is given."""
+    return int(params.max_seq_len) - 1 if max_gen_len is None else max_gen_len
+
+
+def _encode_all(tokenizer: Any, prompts: Any) -> list[list[int]]:
+    listed = check_list("prompts", prompts, "texts or of lists of token ids")
+    return [tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in listed]
+
+
+def _check_prompts(params: Any, prompt_tokens: Any) -> list[list[int]]:
+    vocab_size = getattr(params, "vocab_size", -1)
+    known = isinstance(vocab_size, int) and vocab_size > 0
+    return check_prompts(prompt_tokens, int(params.max_seq_len), vocab_size if known else None)
 
 
 def _with_details(options: dict[str, Any]) -> dict[str, Any]:
