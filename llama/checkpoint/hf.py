@@ -83,6 +83,8 @@ def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             expected = f"{allowed[0]!r}: this library runs plain Llama models"
             raise format_error(path, f"{name} is {value!r:.60}", expected)
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    if not isinstance(architectures, list):
+        raise format_error(path, f"architectures {architectures!r:.80}", "a list that names LlamaForCausalLM")
     if [str(name).lower() for name in architectures] != ["llamaforcausallm"] or "model_type" not in config:
         raise format_error(path, f"architectures {architectures!r:.80}", "LlamaForCausalLM, and model_type 'llama'")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
@@ -129,6 +131,8 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 def _numbered(folder: Path, files: list[Path]) -> list[Path]:
     numbers = [[int(number) for number in re.findall(r"\d{1,9}", path.stem)[-2:]] for path in files]
+    if any(len(pair) < 2 for pair in numbers):
+        raise format_error(folder, f"weights named {first_few(path.name for path in files)}", "numbered files")
     total = numbers[0][-1]
     missing = sorted(set(range(1, min(total, 100_000) + 1)) - {pair[0] for pair in numbers})
     if missing:

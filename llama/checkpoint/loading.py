@@ -21,7 +21,7 @@ from ..quantization import SCHEMES, PackedWeight, pack, pack_codes
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_keys
-from .files import first_few, format_error, read_head
+from .files import first_few, format_error, only_our_errors, read_head
 from .memory import check_memory
 from .pth import read_pth
 
@@ -37,13 +37,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     LlamaError says what was found and what was expected; FileNotFoundError where a file is missing.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
-    checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-    folder = path if path.is_dir() else path.parent
-    names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
-    checkpoint.tokenizer_path = next((folder / name for name in names if (folder / name).is_file()), None)
-    return checkpoint
+    with only_our_errors(path):
+        if not path.exists():
+            raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
+        checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
+        folder = path if path.is_dir() else path.parent
+        names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
+        checkpoint.tokenizer_path = next((folder / name for name in names if (folder / name).is_file()), None)
+        return checkpoint
 
 
 def _open_folder(folder: Path) -> Checkpoint:
