@@ -185,7 +185,12 @@ class Reader:
     def tuple_of(self, count: int | None) -> None:
         """TUPLE (None: what follows the mark), TUPLE1 to 3."""
         values = self._since_mark() if count is None else [self._pop() for _ in range(count)][::-1]
-        self.push(tuple(values))
+        inner: Any = tuple(values)
+        self.push(inner)
+        for _ in range(MAX_DEPTH):  # told early: Python frees tuples that are nested very deep in seconds only
+            inner = inner[0] if type(inner) is tuple and inner else None
+        if type(inner) is tuple:
+            raise PickleProblem(f"tuples nested more than {MAX_DEPTH} deep")
 
     def append(self, many: bool) -> None:
         """APPEND, APPENDS."""
