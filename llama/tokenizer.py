@@ -184,7 +184,7 @@ class StreamDecoder:
 
 # --------------------------------------------------------------------------------- reading the file
 
-_LARGEST = 2**28  # bytes; Llama 2's vocabulary has half a million
+_LARGEST = 2**24  # bytes; Llama 2's vocabulary has half a million
 
 
 def _read_vocabulary(path: Path) -> Any:
@@ -195,9 +195,14 @@ def _read_vocabulary(path: Path) -> Any:
         )
     if not path.is_file():
         raise LlamaError(f"{path} is a folder or a device: give the path of the tokenizer.model in it")
-    with path.open("rb") as file:
-        data = file.read(_LARGEST)
-    problem = _recognise(data)
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise LlamaError(
+            f"{path} cannot be read ({error.strerror}): give a tokenizer.model that you may read"
+        ) from error
+    problem = _recognise(data) if len(data) <= _LARGEST else f"has more than {_LARGEST} bytes: no vocabulary of Llama's"
     if problem is not None:
         raise LlamaError(f"{path} {problem}")
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files as files
-import fuzz_checkpoints
 import pytest
 import torch
 
@@ -312,11 +311,3 @@ def test_a_link_to_a_folder_and_one_file_of_it(meta: Path, hf: Path, tmp_path: P
     shutil.rmtree(meta)
     with pytest.raises(FileNotFoundError, match="link"):
         open_checkpoint(tmp_path / "link")
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("count", [240, pytest.param(2400, marks=pytest.mark.slow)])
-def test_damage_ends_in_an_error_or_a_right_load(count: int) -> None:
-    ends = fuzz_checkpoints.run(count, seed=count)
-    assert sum(ends.values()) == count
-    assert all(sum(n for (end, _), n in ends.items() if end == kind) > count // 10 for kind in ("error", "load"))

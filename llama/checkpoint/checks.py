@@ -116,7 +116,7 @@ def same_storage(one: Tensor | None, other: Tensor | None) -> bool:
 
 def positive_int(value: Any) -> int | None:
     """`value` where it is an integer above 0, such as a context length; else None."""
-    return value if type(value) is int and value > 0 else None
+    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     """
     path, layers, found = checkpoint.path, checkpoint.params["n_layers"], checkpoint.weights
     unknown = [name for name in unknown if not IGNORABLE.fullmatch(name)]
-    held = 1 + max((int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)), default=-1)
+    held = len({n for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)})
     if held < 1 and "tok_embeddings.weight" not in found:
         raise format_error(path, describe_keys([*unknown, *found]), "the weights of a Llama model")
     if unknown:

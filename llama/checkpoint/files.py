@@ -1,16 +1,41 @@
 """What every reader and writer of files needs: the one form of complaints, first bytes, JSON."""
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import LlamaError
 
+MAX_JSON = 2_000_000  # bytes; of the index of a 405B model's files 115 kB, and parsed it takes thirty times as much
+MAX_MESSAGE = 1_000  # characters; a file's names and values may be of any length
+
+
+def shortened(message: str) -> str:
+    """A message of at most about MAX_MESSAGE characters: its beginning and its end."""
+    return message if len(message) <= MAX_MESSAGE else f"{message[:700]} ... {message[-250:]}"
+
+
+@contextlib.contextmanager
+def only_our_errors(path: Path) -> Iterator[None]:
+    """Whatever goes wrong within is a LlamaError of bounded length that names `path`, or FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except LlamaError as error:
+        if len(str(error)) <= MAX_MESSAGE:
+            raise
+        raise LlamaError(shortened(str(error))) from error
+    except Exception as error:  # a file's impossible values fail in any class, where no check has met them
+        found = f"{path}: not readable ({type(error).__name__}: {str(error)[:300]})"
+        raise LlamaError(f"{found}; expected a checkpoint, whole and unchanged") from error
+
 
 def format_error(path: Path, found: str, expected: str) -> LlamaError:
     """An error about a file: where, what was found, what should be there."""
-    return LlamaError(f"{path}: {found}; expected {expected}")
+    return LlamaError(shortened(f"{path}: {found}; expected {expected}"))
 
 
 def first_few(names: Iterable[str], limit: int = 5) -> str:
@@ -37,8 +62,11 @@ def read_head(path: Path, expected: str) -> bytes:
 
 
 def read_json(path: Path, expected: str) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """A JSON file that holds an object, of at most MAX_JSON bytes."""
     read_head(path, expected)
+    size = path.stat().st_size
+    if size > MAX_JSON:
+        raise format_error(path, f"{size} bytes of JSON", f"{expected}, of at most {MAX_JSON} bytes")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -113,6 +113,8 @@ def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
             expected = f"{allowed[0]!r}: this library runs plain Llama models"
             raise format_error(path, f"{name} is {value!r:.60}", expected)
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
+    if not isinstance(architectures, list):
+        raise format_error(path, f"architectures {architectures!r:.80}", "a list that names LlamaForCausalLM")
     if [str(name).lower() for name in architectures] != ["llamaforcausallm"] or "model_type" not in config:
         raise format_error(path, f"architectures {architectures!r:.80}", "LlamaForCausalLM, and model_type 'llama'")
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):

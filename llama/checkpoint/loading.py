@@ -22,7 +22,7 @@ from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized, weight_s
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
-from .files import first_few, format_error, read_head
+from .files import first_few, format_error, only_our_errors, read_head
 from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
@@ -56,14 +56,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     if not isinstance(path, (str, Path)):
         raise LlamaError(f"ckpt_dir={path!r:.60} must be the path of a folder or a file")
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
-    checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-    names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
-    beside = (checkpoint.folder / name for name in names)
-    checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
-    return checkpoint
+    path = Path(path)
+    with only_our_errors(path):
+        path = path.expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
+        checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
+        names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
+        beside = (checkpoint.folder / name for name in names)
+        checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
+        return checkpoint
 
 
 def _open_folder(folder: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import format_error, read_head
+from .files import MAX_JSON, format_error, read_head
 from .mapping import map_file, tensor_at, write_tensor
 
 DTYPES = {
@@ -25,7 +25,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-MAX_HEADER = 100_000_000  # bytes of JSON, the limit of the safetensors library
+MAX_DIMENSIONS = 8
+MAX_NUMBER = (1 << 63) - 1
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
@@ -37,7 +38,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     head = read_head(path, expected)
     size = path.stat().st_size
     length = int.from_bytes(head[:8], "little")
-    if len(head) < 8 or length > min(size - 8, MAX_HEADER):
+    if len(head) < 8 or length > min(size - 8, MAX_JSON):
         found = f"a header of {length} bytes in a file of {size} (truncated, or another format)"
         raise format_error(path, found, expected)
     with path.open("rb") as file:
@@ -74,13 +75,13 @@ def _check_tensor(path: Path, name: str, described: Any) -> tuple[int, tuple[int
     expected = "dtype, shape and data_offsets that fit each other"
     try:
         kind, shape, (start, stop) = described["dtype"], tuple(described["shape"]), described["data_offsets"]
-        integers = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+        integers = all(type(number) is int and 0 <= number <= MAX_NUMBER for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
         raise format_error(path, f"{name!r} is described by {described!r:.100}", expected) from error
     if not isinstance(kind, str) or kind not in DTYPES:
         raise format_error(path, f"{name!r} has dtype {kind!r:.40}", f"one of {', '.join(DTYPES)}")
     dtype = DTYPES[kind]
-    if not integers or stop - start != math.prod(shape) * dtype.itemsize:
+    if not integers or len(shape) > MAX_DIMENSIONS or stop - start != math.prod(shape) * dtype.itemsize:
         raise format_error(path, f"{name!r} is {kind} {shape!r:.100} at bytes {start!r:.40} to {stop!r:.40}", expected)
     return start, shape, dtype
 

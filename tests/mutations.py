@@ -1,0 +1,256 @@
+"""Structure-aware damage to files: each writes a format's parts apart, changes one, and puts the file together again."""
+
+import io
+import json
+import pickletools
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+INTS = [0, 1, 2, -1, 127, 255, 65535, 1 << 30, (1 << 31) - 1, -(1 << 31)]
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 3, 5, 1e9, 1e308, -0.5, 1 << 31, 1 << 63, 10**400, "", "x" * 5000, "../x", [], {}),
+    *([1] * 50_000, {"a": [1]}, ["LlamaForCausalLM"], "NaN", [[0]], [1 << 62] * 4, [True, 1]),
+]
+NESTED = b"X\1\0\0\0aq\0" + b"".join(b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(36))
+SNIPPETS = [
+    b"cbuiltins\nbytearray\n\x8a\x04\0\0\0\x70\x85R",
+    b"c_codecs\nencode\nX\2\0\0\0AAX\3\0\0\0hex\x86R",
+    b"cos\nsystem\nX\4\0\0\0true\x85R",
+    b"ctorch\nTensor\nJ\0\0\0\x40\x85R",
+    b"ctorch._utils\n_rebuild_sparse_tensor\n)R",
+    b"ccollections\nOrderedDict\n)R",
+    b")" + b"\x85" * 100_000,
+    b"]" * 5000,
+    b"}" + NESTED + b"K\1s",
+    b"}q\xf0X\1\0\0\0ah\xf0s",
+    NESTED,
+    *(
+        b"N",
+        b"\x88",
+        b"K\1",
+        b"J\xff\xff\xff\xff",
+        b"J\xff\xff\xff\x7f",
+        b"G\x7f\xf0\0\0\0\0\0\0",
+        b"(",
+        b"0",
+        b"t",
+        b"u",
+    ),
+    *(b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\x7f", b"R", b"Q", b"b", b"."),
+    b"X\xff\xff\xff\x7fabc",
+    b"}X\3\0\0\0neg\x88s",
+]
+
+
+def pickle(rng: random.Random, data: bytes) -> bytes:
+    """Opcodes left out, doubled, exchanged, replaced by hostile ones, and other numbers in them."""
+    places = [place or 0 for _, _, place in pickletools.genops(data)] + [len(data)]
+    codes = [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    for _ in range(rng.choice([1, 1, 1, 3])):
+        at, other = rng.randrange(len(codes)), rng.randrange(len(codes))
+        kind = rng.randrange(7)
+        if kind == 0:
+            del codes[at]
+        elif kind == 1:
+            codes.insert(at, codes[other])
+        elif kind == 2:
+            codes[at], codes[other] = codes[other], codes[at]
+        elif kind == 3:
+            codes[at] = rng.choice(SNIPPETS)
+        elif kind == 4:
+            codes.insert(at, rng.choice(SNIPPETS))
+        else:
+            numbers = [i for i, code in enumerate(codes) if code[:1] in b"KMJ" and code] or [at]
+            codes[rng.choice(numbers)] = b"J" + struct.pack("<i", rng.choice(INTS)) if kind == 5 else codes[other]
+    return b"".join(codes)
+
+
+def archive(rng: random.Random, data: bytes) -> bytes:
+    """Records cut, grown, left out, doubled, renamed, exchanged, compressed; the pickle's opcodes; directory fields."""
+    if rng.random() < 0.25:
+        return _directory(rng, data)
+    with zipfile.ZipFile(io.BytesIO(data)) as source:
+        records = [[entry.filename, source.read(entry)] for entry in source.infolist()]
+    at, other = rng.randrange(len(records)), rng.randrange(len(records))
+    method = zipfile.ZIP_STORED
+    kind = rng.choice(["pickle"] * 6 + ["cut", "grow", "drop", "twice", "rename", "swap", "deflate", "order"])
+    if kind == "pickle":
+        at = next(i for i, (name, _) in enumerate(records) if name.endswith("/data.pkl"))
+        records[at][1] = pickle(rng, records[at][1])
+    elif kind == "cut":
+        records[at][1] = records[at][1][: rng.randrange(len(records[at][1]) + 1)]
+    elif kind == "grow":
+        records[at][1] += rng.randbytes(rng.choice([1, 4, 8, 1000]))
+    elif kind == "drop":
+        del records[at]
+    elif kind == "twice":
+        records.append(list(records[at]))
+    elif kind == "rename":
+        records[at][0] = rng.choice([records[other][0], records[at][0].upper(), "x/" + records[at][0], "../../a", "b"])
+    elif kind == "swap":
+        records[at][1], records[other][1] = records[other][1], records[at][1]
+    elif kind == "order":
+        records = [[name, b"big" if name.endswith("byteorder") else body] for name, body in records]
+    else:
+        method = zipfile.ZIP_DEFLATED
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as target:
+        for name, body in records:
+            target.writestr(name, body)
+    return made.getvalue()
+
+
+def _directory(rng: random.Random, data: bytes) -> bytes:
+    """Another number in a field of an entry's header, of the directory or of its end."""
+    changed = bytearray(data)
+    mark, fields = rng.choice(
+        [
+            (b"PK\1\2", (8, 10, 16, 20, 24, 28, 30, 42)),
+            (b"PK\3\4", (6, 8, 18, 22, 26, 28)),
+            (b"PK\5\6", (8, 10, 12, 16, 20)),
+        ]
+    )
+    places = [i for i in range(len(data) - 46) if data[i : i + 4] == mark] or [len(data) - 22]
+    at = rng.choice(places) + rng.choice(fields)
+    size = rng.choice([2, 4])
+    near = int.from_bytes(data[at : at + size], "little") + rng.choice([-64, -4, -1, 1, 4, 64])
+    value = rng.choice([near, near, *INTS]) % (1 << 8 * size)
+    changed[at : at + size] = value.to_bytes(size, "little")
+    return bytes(changed[: len(data)])
+
+
+def old_pickles(rng: random.Random, data: bytes) -> bytes:
+    """One of the five pickles of a file before PyTorch 1.6, or the length of a storage."""
+    stream, places = io.BytesIO(data), [0]
+    for _ in range(5):
+        list(pickletools.genops(stream))
+        places.append(stream.tell())
+    part = rng.choice([0, 1, 2, 3, 3, 3, 4, 4, 5])
+    if part == 5:
+        return data[: places[5]] + struct.pack("<q", rng.choice(INTS)) + data[places[5] + 8 :]
+    first, last = places[part], places[part + 1]
+    return data[:first] + pickle(rng, data[first:last]) + data[last:]
+
+
+def tree(rng: random.Random, value: Any) -> Any:
+    """A JSON value with one place changed."""
+    if rng.random() < 0.3 or not isinstance(value, (dict, list)) or not value:
+        return rng.choice(VALUES)
+    if isinstance(value, list):
+        at = rng.randrange(len(value))
+        return [*value[:at], tree(rng, value[at]), *value[at + 1 :]]
+    name = rng.choice(list(value))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return {key: item for key, item in value.items() if key != name}
+    if kind == 1:
+        return value | {
+            rng.choice(["x" * 3000, name + "0", "", "model.layers.99999999.mlp.up_proj.weight"]): value[name]
+        }
+    return value | {name: tree(rng, value[name])}
+
+
+def text(rng: random.Random, data: bytes) -> bytes:
+    """A JSON file: another value somewhere, or deep, or cut."""
+    kind = rng.randrange(12)
+    if kind == 0:
+        return b'{"a":' + b"[" * 100_000
+    if kind == 1:
+        return data[:-1] + b',"x":' + b"9" * 5000 + b"}"
+    return json.dumps(tree(rng, json.loads(data))).encode()
+
+
+def safetensors(rng: random.Random, data: bytes) -> bytes:
+    """Another header, whose length fits (mostly)."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = text(rng, data[8:size].rstrip())
+    length = len(header) if rng.random() < 0.9 else rng.choice([0, 1, len(header) - 1, 1 << 40, (1 << 64) - 1])
+    return struct.pack("<Q", length) + header + data[size:]
+
+
+def llama2c(rng: random.Random, data: bytes) -> bytes:
+    """Other ints in the header."""
+    at = 4 * rng.randrange(10 if data[:4] == b"24ka" else 7)
+    now = struct.unpack_from("<i", data, at)[0]
+    value = rng.choice([*INTS, now + 1, now - 1, 2 * now, -now])
+    return data[:at] + struct.pack("<q", value)[:4] + data[at + 4 :]
+
+
+def protobuf(rng: random.Random, data: bytes, depth: int = 0) -> bytes:
+    """Fields of a SentencePiece model left out, doubled, of another number or length, and the same within a field."""
+    fields, place = [], 0
+    while place < len(data):
+        start = place
+        tag, place = _varint(data, place)
+        if tag & 7 == 2:
+            length, place = _varint(data, place)
+            body, place = place, place + length
+        else:
+            body, place = place, place + 4 if tag & 7 == 5 else _varint(data, place)[1]
+        fields.append([data[start:body], data[body:place]])
+    if not fields:
+        return rng.randbytes(3)
+    at = rng.randrange(len(fields)) if rng.random() < 0.5 else len(fields) - 1 - rng.randrange(min(3, len(fields)))
+    head, body = fields[at]
+    kind = rng.randrange(7)
+    if kind == 0:
+        del fields[at]
+    elif kind == 1:
+        fields.append(fields[at])
+    elif kind == 2:
+        fields[at][1] = rng.randbytes(len(body))
+    elif kind == 3:
+        fields[at][0] = bytes([rng.randrange(256)])
+    elif head[0] & 7 == 0:
+        fields[at][1] = rng.choice([b"\0", b"\1", b"\x7f", b"\xff\xff\xff\xff\x07", b"\xff" * 9 + b"\1"])
+    elif head[0] & 7 == 2 and depth == 0 and body:
+        inner = protobuf(rng, body, 1)
+        fields[at] = [head[:1] + _as_varint(len(inner)), inner]
+    return b"".join(head + body for head, body in fields)
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(data):
+        value, place, byte = value | (data[place] & 127) << shift, place + 1, data[place]
+        shift += 7
+        if byte < 128:
+            break
+    return value, place
+
+
+def _as_varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _as_varint(value >> 7)
+
+
+def vocabulary(rng: random.Random, data: bytes) -> bytes:
+    """llama2.c's tokenizer.bin: score, length or text of one entry."""
+    place, starts = 4, []
+    while place < len(data):
+        starts.append(place)
+        place += 8 + struct.unpack_from("<i", data, place + 4)[0]
+    at = rng.choice(starts)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return data[:at] + struct.pack("<f", rng.choice([float("nan"), float("inf"), 0.0, -1e38])) + data[at + 4 :]
+    if kind == 1:
+        return data[: at + 4] + struct.pack("<i", rng.choice(INTS)) + data[at + 8 :]
+    if kind == 2:
+        return data[: at + 8] + bytes([rng.randrange(256)]) + data[at + 9 :]
+    return data[:at] + data[rng.choice(starts) :]
+
+
+def mutation_for(name: str, data: bytes) -> Callable[[random.Random, bytes], bytes]:
+    """The one that knows this file's format."""
+    if name == "tokenizer.model":
+        return protobuf
+    if name == "tokenizer.bin":
+        return vocabulary
+    if name.endswith(".json"):
+        return text
+    if name.endswith(".safetensors"):
+        return safetensors
+    return archive if data.startswith(b"PK") else old_pickles if name.endswith(".pth") else llama2c
