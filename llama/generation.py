@@ -177,7 +177,7 @@ class Llama:
         """Drop CUDA graphs, leave the ranks' groups if `build` made them, and give later ranks their stdout back; for
         every rank, which waits for the others unless `wait` is False.
         """
-        if self.decoder is not None:
+        if isinstance(self.decoder, StaticDecoder):
             self.decoder.close()
         if self._groups is not None:
             self._groups.close(wait)

@@ -269,13 +269,13 @@ class Short:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda x: x.to_sparse(), "layout torch.sparse_coo"),
-        (lambda x: x.to_sparse_csr(), "layout torch.sparse_csr"),
+        (lambda x: x.to_sparse(), "a sparse tensor"),
+        (lambda x: x.to_sparse_csr(), "a sparse tensor"),
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "a nested tensor"),
         (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "a quantized tensor"),
-        (lambda x: x.to("meta"), "on meta, which holds no values"),
-        (lambda x: (x + 1j).conj(), "a conjugate or negative view"),
-        (lambda x: (x + 1j).conj().imag, "a conjugate or negative view"),
+        (lambda x: x.to("meta"), "a meta tensor, which holds no values"),
+        (lambda x: (x + 1j).conj(), "a complex tensor"),
+        (lambda x: (x + 1j).conj().imag, "lazy negation or conjugation"),
         (lambda x: Short(tuple(x.shape)), "not readable as tensors|storage"),
         (lambda x: x.tolist(), "is of type list and no tensor"),
         (lambda x: 3, f"'{WQ}' is of type int and no tensor"),
@@ -316,7 +316,7 @@ def test_a_dtensor_is_refused_in_a_process_that_knows_them(tmp_path: Path) -> No
     path = files.write_meta(tmp_path, files.weights()) / "consolidated.00.pth"
     command = [sys.executable, "-W", "ignore", "-c", DTENSOR, str(path), WQ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and f"{WQ} is a DTensor; expected plain tensors" in done.stderr, done.stderr
+    assert done.returncode == 1 and "a tensor of a subclass (DTensor, ...)" in done.stderr, done.stderr
     with pytest.raises(LlamaError, match="DTensor|not readable as tensors"):
         open_checkpoint(path)  # and in this one, which may not
 

@@ -304,7 +304,7 @@ def test_graphs_are_dropped_at_close(cuda: Pretend) -> None:
 
 
 def test_int8_is_compiled_with_what_fuses_it(cuda: Pretend) -> None:
-    for quantize, tuned in ((None, False), ("int8", True), ("int4", False)):
+    for quantize, tuned in ((None, False), ("int8", True), ("int4", True)):  # int4's head is int8
         cuda.compiled.clear()
         with built(device="cuda", compile=True, quantize=quantize) as generator:
             generator.generate(PROMPTS[:1], 2, **GREEDY)

@@ -159,6 +159,7 @@ class Stub(nullcontext[Any]):
     """Answers with U+4F60 and an emoji, which the demo model may never write."""
 
     answer = "\u4f60 \U0001f600"
+    model = None
 
     def __enter__(self) -> "Stub":
         return self

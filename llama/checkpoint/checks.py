@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import LlamaError
 from ..model import ModelArgs
@@ -79,31 +79,7 @@ def plain_tensors(path: Path, value: Any, expected: str) -> dict[str, Tensor]:
     for name, other in value.items():
         if name not in tensors:
             raise format_error(path, f"{name!r:.80} is of type {type(other).__name__} and no tensor", expected)
-    for name, tensor in tensors.items():
-        exotic = _exotic(tensor)
-        if exotic is not None:
-            raise format_error(path, f"{name} is {exotic}", "plain tensors, dense and in memory")
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def _exotic(tensor: Tensor) -> str | None:
-    """What a tensor is that has no plain values in memory; nothing of a subclass (DTensor, ...) is touched."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        return f"a {type(tensor).__name__}"
-    if tensor.device.type != "cpu":
-        return (
-            f"a tensor on {tensor.device}, which holds no values" if tensor.is_meta else f"a tensor on {tensor.device}"
-        )
-    if tensor.is_nested or tensor.layout != torch.strided:
-        return "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        return "a quantized tensor of torch's" if tensor.is_quantized else "a conjugate or negative view"
-    end = 1 + tensor.storage_offset()
-    end += sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    held = tensor.untyped_storage().nbytes()
-    if tensor.numel() and end * tensor.itemsize > held:
-        return f"a view of {end * tensor.itemsize} bytes of a storage that has {held}"
-    return None
 
 
 def same_storage(one: Tensor | None, other: Tensor | None) -> bool:
@@ -161,7 +137,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     """
     path, layers, found = checkpoint.path, checkpoint.params["n_layers"], checkpoint.weights
     unknown = [name for name in unknown if not IGNORABLE.fullmatch(name)]
-    held = len({n for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)})
+    held = len({int(n) for name in found for n in re.findall(r"^layers\.(\d{1,9})\.", name)})
     if held < 1 and "tok_embeddings.weight" not in found:
         raise format_error(path, describe_keys([*unknown, *found]), "the weights of a Llama model")
     if unknown:

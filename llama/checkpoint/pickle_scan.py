@@ -81,6 +81,17 @@ GLOBALS = {
 }
 
 
+# What torch.save writes of tensors that are not plain, by a part of the global's name.
+EXOTIC = {
+    "sparse": "a sparse tensor",
+    "nested": "a nested tensor",
+    "qtensor": "a quantized tensor of torch's",
+    "meta_tensor": "a meta tensor, which holds no values",
+    "Complex": "a complex tensor",
+    "rebuild_from_type": "a tensor of a subclass (DTensor, ...)",
+}
+
+
 class Reader:
     """One pickle out of a file; `read` leaves the file behind its last opcode."""
 
@@ -104,7 +115,13 @@ class Reader:
             action = OPCODES.get(code)
             if action is None:
                 raise PickleProblem(f"the opcode {code!r}, which torch.save of plain tensors does not write")
-            action(self)
+            try:
+                action(self)
+            except PickleProblem as error:
+                key = next(
+                    (value for value in reversed(self._stack) if type(value) is str and value != "storage"), None
+                )
+                raise PickleProblem(f"{error}; behind the key {key!r:.80}" if key else str(error)) from None
         raise PickleProblem(f"more than {MAX_OPCODES} opcodes")
 
     def _take(self, size: int) -> bytes:
@@ -155,7 +172,7 @@ class Reader:
         self.push(self._number(form))
 
     def long(self) -> None:
-        """LONG1."""
+        """LONG1: an integer of up to 8 bytes."""
         self.push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
 
     def proto(self) -> None:
@@ -164,7 +181,7 @@ class Reader:
             raise PickleProblem("a pickle protocol other than 2")
 
     def mark(self) -> None:
-        """MARK."""
+        """MARK: where the items of a list, tuple or dict begin."""
         self._marks.append(len(self._stack))
 
     def put(self, form: str) -> None:
@@ -176,7 +193,7 @@ class Reader:
         self._memo[place] = value
 
     def get(self, form: str) -> None:
-        """BINGET."""
+        """BINGET and its kin: a value that was noted before."""
         place = self._number(form)
         if place not in self._memo:
             raise PickleProblem(f"memo number {place}, which nothing was put under")
@@ -193,7 +210,7 @@ class Reader:
             raise PickleProblem(f"tuples nested more than {MAX_DEPTH} deep")
 
     def append(self, many: bool) -> None:
-        """APPEND, APPENDS."""
+        """APPEND, APPENDS: one item, or all behind the mark, go into the list below."""
         values = self._since_mark() if many else [self._pop()]
         self._top(list).extend(values)
 
@@ -228,7 +245,9 @@ class Reader:
             lines.append(_decoded(line[:-1]))
         found = GLOBALS.get(" ".join(lines))
         if found is None:
-            raise PickleProblem(f"the global {'.'.join(lines)!r:.120}, which torch.save of plain tensors does not name")
+            name = ".".join(lines)
+            exotic = next((f"{what}: " for part, what in EXOTIC.items() if part in name), "")
+            raise PickleProblem(f"{exotic}the global {name!r:.120}, which torch.save of plain tensors does not name")
         self.push(found)
 
     def persistent(self) -> None:
