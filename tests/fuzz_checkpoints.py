@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,7 +130,10 @@ def differs(path: Path) -> bool:
     if path.suffix == ".safetensors":
         ours, theirs = read_safetensors(path)[0], load_file(path)
     elif path.suffix in (".pth", ".pt") or path.name == "pytorch_model.bin":
-        ours, theirs = read_pth(path)[0], torch.load(path, weights_only=True, map_location="cpu")
+        ours, theirs = (
+            read_pth(path)[0],
+            torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path)),
+        )
     else:
         return False
     a, b = dict(tensors(ours)), dict(tensors(theirs))
