@@ -266,9 +266,9 @@ COMMANDS = {
     "chat": ["chat", "--temperature", "0"],
     "trace": ["trace", "--tokens", "2", "--html", "page.html"],
     "info": ["info", "{demo}", "--check"],
-    "hf": ["convert", "{demo}", "hf"],
+    "hf": ["convert", "{demo}", "hf", "--context", "512"],  # without it a log line says which window is written
     "int8": ["convert", "{demo}", "int8", "--to", "meta", "--quantize", "int8"],
-    "llama2c": ["convert", "{demo}", "llama2c", "--to", "llama2c"],
+    "llama2c": ["convert", "{demo}", "llama2c", "--to", "llama2c", "--context", "512"],
     "complete from hf": ["complete", "Once", "--ckpt", "hf", "--max_gen_len", "2", "--dtype", "bfloat16"],
     "complete from int8": ["complete", "Once", "--ckpt", "int8", "--max_gen_len", "2"],
     "complete from llama2c": ["complete", "Once", "--ckpt", "llama2c", "--max_gen_len", "2"],

@@ -21,6 +21,13 @@ _FORWARDS: dict[type, Any] = {
         nn.ModuleList,
     )
 }
+# torch has a function for this, but not in 2.5
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -37,6 +44,6 @@ def has_overrides(model: Any) -> bool:
 
 def has_hooks_or_overrides(model: Any) -> bool:
     """Whether any forward is not ours, or any hook, a global one included, would notice a difference."""
-    if has_overrides(model) or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if has_overrides(model) or any(getattr(nn.modules.module, hooks) for hooks in _GLOBAL_HOOKS):
         return True
     return any(getattr(module, hooks) for module in model.modules() for hooks in _HOOKS)
