@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,19 +92,19 @@ class Scheduler:
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
         last, finite = in_cache_rows(self.model, first, partial(self._prefill_chunks, new))
-        self._check_finite(new, finite)
+        _check_finite(finite)
         if self.decoder is not None or not self.aligned:
             for i, row in enumerate(new):
                 self.model.clear_row(first + i, len(row.prompt), self._kv_len())
         ending = [last[row.index] for row in new if row.unfinished]
         return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
 
-    def _prefill_chunks(self, new: list[RowState]) -> tuple[dict[int, Tensor], list[Tensor]]:
+    def _prefill_chunks(self, new: list[RowState]) -> tuple[dict[int, Tensor], list["_Fed"]]:
         """Each row's last state (d,) by its index, and of each row and chunk whether its states are finite; looked at
         once, since every look waits for a GPU.
         """
         last: dict[int, Tensor] = {}
-        finite: list[Tensor] = []
+        finite: list[_Fed] = []
         scores = PromptScores(self.sampler)
         longest, chunk = len(new[0].prompt), self.request.prefill_chunk
         ids = send([row.prompt + [0] * (longest - len(row.prompt)) for row in new], self._device())  # (n, longest)
@@ -114,21 +114,13 @@ class Scheduler:
             h = self.model.hidden(ids[: len(feeding), start:end], start)  # (n, s, d)
             for row, states, following in zip(feeding, h, ids[:, start + 1 :], strict=False):
                 states = states[: len(row.prompt) - start]
-                finite.append(states.isfinite().all())
+                finite.append((row, start, states.isfinite().all()))
                 if len(row.prompt) <= end:
                     last[row.index] = states[-1]
                 if row.unscored(self.request):
                     scores.add(row, start, self._head(states), following)
         scores.read()
         return last, finite
-
-    def _check_finite(self, new: list[RowState], finite: list[Tensor]) -> None:
-        """LlamaError naming the row where a prefill met NaN or inf; `finite` as `_prefill` collects it."""
-        chunks = range(new[0].reused, len(new[0].prompt), self.request.prefill_chunk)
-        fed = [(row, start) for start in chunks for row in new if len(row.prompt) > start]
-        for (row, start), good in zip(fed, torch.stack(finite).tolist(), strict=True):
-            if not good:
-                raise non_finite(row, f"in prompt positions {start} up")
 
     @no_grad
     def _decode(self, active: list[RowState]) -> Tensor:
@@ -163,3 +155,13 @@ class Scheduler:
     def _kv_len(self) -> int:
         """Cache positions that a step may come to read."""
         return max(row.limit for row in self.rows) if self.decoder is None else int(self.model.params.max_seq_len)
+
+
+_Fed: TypeAlias = tuple[RowState, int, Tensor]  # a row, the first position of a chunk, whether its states are finite
+
+
+def _check_finite(fed: list[_Fed]) -> None:
+    """LlamaError naming the row where a prefill met NaN or inf."""
+    for (row, start, _), good in zip(fed, torch.stack([one for _, _, one in fed]).tolist(), strict=True):
+        if not good:
+            raise non_finite(row, f"in prompt positions {start} up")
