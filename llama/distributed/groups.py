@@ -322,7 +322,12 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
         # the store outlives our groups: without a prefix of its own a second group would find the first one's ports
         ProcessGroups._worlds_made += 1
         store = PrefixStore(f"llama/{ProcessGroups._worlds_made}", store)
-        dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
+
+        def join() -> None:
+            _make_current(device)  # a thread of its own has a current device of its own
+            dist.init_process_group(backend, store=store, rank=this_rank, world_size=ranks, **options)
+
+        _within(limit, join)
     except BaseException as error:
         ProcessGroups._store = None  # perhaps its server is gone
         if not isinstance(error, RuntimeError):
@@ -349,7 +354,9 @@ def _rendezvous(limit: datetime.timedelta | None) -> tuple[Store, int, int]:
 
 
 def _within(limit: datetime.timedelta | None, work: Callable[[], T]) -> T:
-    """`work()` in a thread that is given up at the limit: torch waits for ever for a program that answers nothing."""
+    """`work()` in a thread that is given up at the limit: torch waits for ever for a program that answers nothing, and
+    gloo five times its timeout for a rank that cannot reach it.
+    """
     results: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
 
     def run() -> None:
@@ -363,7 +370,7 @@ def _within(limit: datetime.timedelta | None, work: Callable[[], T]) -> T:
     try:
         result = results.get(timeout=seconds + 2)  # torch's own message comes first where it has one
     except queue.Empty:
-        raise RuntimeError(f"nothing that speaks torch's protocol answered within {seconds:g} s") from None
+        raise RuntimeError(f"no rank answered in torch's protocol within {seconds:g} s") from None
     if isinstance(result, BaseException):
         raise result
     return result
