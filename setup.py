@@ -31,6 +31,7 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
+        "chat": ["jinja2>=3.1.6"],
         "dev": [
             "pytest>=7.4",
             "ruff==0.17.6",
@@ -38,6 +39,7 @@ setup(
             "types-tqdm",
             "numpy",
             "safetensors>=0.4.3",
+            "jinja2>=3.1.6",
             "transformers>=4.45",
             "protobuf",
         ],

@@ -19,7 +19,6 @@ from .chat import (
     B_SYS,
     E_INST,
     E_SYS,
-    LLAMA2,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
     ChatFormat,
@@ -27,6 +26,7 @@ from .chat import (
     Message,
     Role,
     encode_dialog,
+    pick_format,
 )
 from .engine.cache import cache_state
 from .engine.compiled import StaticDecoder, compile_model
@@ -118,6 +118,7 @@ class Llama:
         timeout: float | datetime.timedelta | None = None,
         quantize: str | None = None,
         compile: bool = False,
+        chat_format: str | ChatFormat | None = None,
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
 
@@ -125,8 +126,10 @@ class Llama:
         `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` (seconds) bounds each wait for other
         ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or "int8-dynamic" (llama/quantization) holds the
         layers' weights in fewer bytes; `compile` decodes in compiled static shapes (engine/compiled.py), slow to start
-        and fast from then on; with either the packed layers' `weight` is None. Seeds torch's global generator with
-        `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
+        and fast from then on; with either the packed layers' `weight` is None. `chat_format` names one of llama/chat
+        ("llama2", "llama3", "chatml", "template") or is an object of the caller's; None takes the checkpoint's own
+        template, else what the vocabulary tells. Seeds torch's global generator with `seed`. Raises LlamaError and
+        FileNotFoundError, on every rank alike.
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
@@ -136,6 +139,7 @@ class Llama:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
                 tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
+                chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
                 model = checkpoints.load_model(
                     checkpoint,
                     vocab_size=tokenizer.n_words,
@@ -145,7 +149,8 @@ class Llama:
                     dtype=distributed.pick_dtype(dtype, place),
                     quantize=quantize,
                 )
-                generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
+                decoder = compile_model(model) if compile else None
+                generator = Llama(model, tokenizer, decoder=decoder, chat_format=chat, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
         except BaseException:
@@ -160,13 +165,13 @@ class Llama:
         tokenizer: Any,
         *,
         decoder: StaticDecoder | None = None,
-        chat_format: ChatFormat = LLAMA2,
+        chat_format: str | ChatFormat | None = None,
         groups: distributed.ProcessGroups | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.decoder = decoder  # decodes in compiled static shapes
-        self.chat_format = chat_format
+        self.chat_format = pick_format(chat_format, tokenizer)
         self._groups = groups  # closed with the generator
         cache_state(self)  # which notes the process
 

@@ -3,10 +3,13 @@
 from .checkpoint import Checkpoint
 from .fingerprint import compare_ranks
 from .loading import find_tokenizer, load, load_model, open_checkpoint, pick_scheme, with_defaults
+from .templates import choose_format, find_chat_template
 
 __all__ = [
     "Checkpoint",
+    "choose_format",
     "compare_ranks",
+    "find_chat_template",
     "find_tokenizer",
     "load",
     "load_model",
