@@ -140,15 +140,9 @@ class Llama:
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
                 tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
                 chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
-                model = checkpoints.load_model(
-                    checkpoint,
-                    vocab_size=tokenizer.n_words,
-                    max_seq_len=check_size("max_seq_len", max_seq_len),
-                    max_batch_size=check_size("max_batch_size", max_batch_size),
-                    device=place,
-                    dtype=distributed.pick_dtype(dtype, place),
-                    quantize=quantize,
-                )
+                sizes = _check_sizes(max_seq_len, max_batch_size)
+                kind: dict[str, Any] = {"dtype": distributed.pick_dtype(dtype, place), "quantize": quantize}
+                model = checkpoints.load_model(checkpoint, vocab_size=tokenizer.n_words, device=place, **sizes, **kind)
                 decoder = compile_model(model) if compile else None
                 generator = Llama(model, tokenizer, decoder=decoder, chat_format=chat, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
@@ -435,6 +429,11 @@ class Llama:
 
 def _check_ranks(size: Any) -> int | None:
     return None if size is None else check_size("model_parallel_size", size)
+
+
+def _check_sizes(max_seq_len: Any, max_batch_size: Any) -> dict[str, Any]:
+    sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    return {name: check_size(name, value) for name, value in sizes.items()}
 
 
 def _as_published(params: Any, max_gen_len: int | None) -> int:
