@@ -51,7 +51,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # whose child the process is
-        self._literals: frozenset[str] = frozenset()
+        self._roles: frozenset[str] = frozenset()
         self._broken: str | None = None  # why the template cannot be used at all
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,11 +61,11 @@ class TemplateProcess:
         vars(self).update(state)
         self._reset()
 
-    def literals(self) -> frozenset[str]:
-        """The texts between quotes in the template."""
+    def roles(self) -> frozenset[str]:
+        """The roles that the template names."""
         with self._lock:
             self._running()
-            return self._literals
+            return self._roles
 
     def render(self, messages: Any, variables: dict[str, str], add_generation_prompt: bool) -> list[str | int]:
         """The prompt as texts and places of control pieces in the list that was given."""
@@ -88,7 +88,7 @@ class TemplateProcess:
         settings = {"path": sys.path, "memory": MEMORY, "seconds": SECONDS}
         load = {"source": self._source, "pieces": self._pieces, "longest": LONGEST}
         try:
-            self._literals = frozenset(self._exchange(process, [settings, load])["literals"])
+            self._roles = frozenset(self._exchange(process, [settings, load])["roles"])
         except RenderError as error:
             self._broken = str(error)
             _end(process, os.getpid())
@@ -122,7 +122,7 @@ class TemplateProcess:
 
 def _start() -> "subprocess.Popen[bytes]":
     """A fresh interpreter that knows nothing of this one, its signals and its terminal."""
-    command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox.py"))]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True, bufsize=-1)

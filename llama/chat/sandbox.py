@@ -66,7 +66,7 @@ class Program:
     def __init__(self, source: str, pieces: list[str], longest: int) -> None:
         self.marks, self.longest, self.now = Marks(pieces), longest, datetime.datetime.now()
         environment = make_environment(self)
-        self.literals = sorted({text for text in literals(environment.parse(source)) if len(text) <= 64})
+        self.roles = sorted({role for role in roles(environment.parse(source)) if re.fullmatch("[a-z_]{2,32}", role)})
         self.plain = environment.from_string(source)
         marked = substitute(environment, environment.parse(source), self.marks.put)
         self.marked = environment.from_string(marked)
@@ -167,11 +167,16 @@ def _check_public(name: Any) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r:.60}")
 
 
-def literals(tree: Any) -> Iterator[str]:
-    """The texts between quotes in a template."""
+def roles(tree: Any) -> Iterator[str]:
+    """The texts that a template compares with a role."""
     from jinja2 import nodes
 
-    return (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+    for comparison in tree.find_all((nodes.Compare, nodes.Test, nodes.Filter)):
+        texts = [node.value for node in comparison.find_all(nodes.Const) if isinstance(node.value, str)]
+        names = [node.attr for node in comparison.find_all(nodes.Getattr)]
+        names += [node.name for node in comparison.find_all(nodes.Name)]
+        if "role" in texts or "role" in names:
+            yield from (text for text in texts if text != "role")
 
 
 def substitute(environment: Any, tree: Any, put: Any) -> Any:
@@ -251,11 +256,11 @@ def bound_time(seconds: float) -> None:
 
 
 def answer(program: Program | None, request: dict[str, Any]) -> tuple[Program | None, dict[str, Any]]:
-    """The template as it is from now on, and the reply: {"literals"} or {"parts"}, or {"raised"} or {"error"}."""
+    """The template as it is from now on, and the reply: {"roles"} or {"parts"}, or {"raised"} or {"error"}."""
     try:
         if program is None:
             program = Program(request["source"], request["pieces"], request["longest"])
-            return program, {"literals": program.literals}
+            return program, {"roles": program.roles}
         return program, {"parts": program.render(**request)}
     except TooLong:
         return program, {"error": TOO_LONG.format(request.get("longest") or (program.longest if program else 0))}

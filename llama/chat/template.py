@@ -1,7 +1,6 @@
 """The checkpoint's own chat template, a Jinja program, rendered as transformers does and kept apart from the texts."""
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +36,9 @@ class TemplateFormat:
         self._named(None)
 
     def _named(self, index: int | None) -> frozenset[str]:
-        """The texts between quotes in the template."""
+        """The roles that the template names."""
         try:
-            return self._process.literals()
+            return self._process.roles()
         except LlamaError as error:
             raise self._complaint(error, index) from error
 
@@ -55,7 +54,7 @@ class TemplateFormat:
     def check(self, dialog: Any, index: int = 0) -> None:
         """As `ChatFormat.check`; the template's own rules are met in `encode`."""
         named = self._named(index) - set(ROLES)
-        check_messages(dialog, index, (*ROLES, *sorted(name for name in named if re.fullmatch("[a-z_]{2,32}", name))))
+        check_messages(dialog, index, (*ROLES, *sorted(named)))
         check_not_empty(dialog, index)
 
     def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
