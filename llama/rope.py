@@ -57,7 +57,7 @@ def rotary_frequencies(head_dim: int, theta: float = 10000.0, scaling: Mapping[s
         return freqs / torch.tensor(scaling["divisors"], dtype=torch.float32, device=freqs.device)
     factor = scaling["factor"]
     if scaling["rope_type"] == "linear":
-        return freqs / factor
+        return torch.div(freqs, factor)
     low, high, old = (scaling[name] for name in ROPE_TYPES["llama3"][1:])
     wavelengths = 2 * math.pi / freqs
     smooth = (old / wavelengths - low) / (high - low)  # 0 where the wavelength is long, 1 where it is short
