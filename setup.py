@@ -34,6 +34,7 @@ setup(
         "chat": ["jinja2>=3.1.6"],
         "dev": [
             "pytest>=7.4",
+            "pytest-xdist>=3.5",
             "ruff==0.17.6",
             "mypy>=1.13",
             "types-tqdm",
