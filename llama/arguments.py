@@ -58,6 +58,12 @@ def check_number(name: str, value: Any, low: float, high: float, words: str) -> 
     return number
 
 
+def check_sizes(max_seq_len: Any, max_batch_size: Any) -> dict[str, Any]:
+    """The two sizes of a cache, by name."""
+    sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    return {name: check_size(name, value) for name, value in sizes.items()}
+
+
 def check_list(name: str, value: Any, items: str) -> list[Any]:
     """Whatever can be iterated over but a text or mapping as a list, taken once: a generator would be empty the second
     time.

@@ -4,16 +4,16 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from typing_extensions import NotRequired, Self, Unpack
+from typing_extensions import Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
-from .arguments import check_integer, check_layers, check_list, check_prompts, check_size, check_text
+from .arguments import check_integer, check_layers, check_list, check_prompts, check_size, check_sizes, check_text
 from .chat import (
     B_INST,
     B_SYS,
@@ -30,12 +30,25 @@ from .chat import (
 )
 from .engine.cache import cache_state
 from .engine.compiled import StaticDecoder, compile_model
-from .engine.options import Options, check_options, make_request, prompt_budget
+from .engine.options import Options, as_published, check_options, make_request, prompt_budget, with_details
 from .engine.request import Request, Step
-from .engine.results import Stream, collect, details, refusal, refused_stream, stream_steps, stream_text, texts
+from .engine.results import (
+    ChatPrediction,
+    CompletionPrediction,
+    Stream,
+    chat_answers,
+    collect,
+    details,
+    refusal,
+    refused_stream,
+    stream_steps,
+    stream_text,
+    texts,
+)
 from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
 from .errors import LlamaError
+from .infilling import InfillingPrediction, infill
 from .model import ModelArgs, Transformer, fs_init  # noqa: F401
 from .tokenizer import Tokenizer
 from .tokenizer import stop_ids as stop_ids_of
@@ -50,6 +63,7 @@ __all__ = [
     "ChatPrediction",
     "CompletionPrediction",
     "Dialog",
+    "InfillingPrediction",
     "Llama",
     "Message",
     "Options",
@@ -66,31 +80,6 @@ logger = logging.getLogger("llama")
 get_model_parallel_rank = fs_init.get_model_parallel_rank
 initialize_model_parallel = fs_init.initialize_model_parallel
 model_parallel_is_initialized = fs_init.model_parallel_is_initialized
-
-
-class CompletionPrediction(TypedDict):
-    """One result of `text_completion`; what follows "generation" is there when it was asked for."""
-
-    generation: str
-    tokens: NotRequired[list[str]]
-    logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
-    finish_reason: NotRequired[str]
-    prompt_tokens: NotRequired[int]
-    completion_tokens: NotRequired[int]
-
-
-class ChatPrediction(TypedDict):
-    """One result of `chat_completion`; what follows "generation" is there when it was asked for."""
-
-    generation: Message
-    tokens: NotRequired[list[str]]
-    logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
-    finish_reason: NotRequired[str]
-    prompt_tokens: NotRequired[int]
-    completion_tokens: NotRequired[int]
-    dropped: NotRequired[int]  # messages that `drop_oldest` left out
 
 
 class Llama:
@@ -140,7 +129,7 @@ class Llama:
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
                 tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
                 chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
-                sizes = _check_sizes(max_seq_len, max_batch_size)
+                sizes = check_sizes(max_seq_len, max_batch_size)
                 kind: dict[str, Any] = {"dtype": distributed.pick_dtype(dtype, place), "quantize": quantize}
                 model = checkpoints.load_model(checkpoint, vocab_size=tokenizer.n_words, device=place, **sizes, **kind)
                 decoder = compile_model(model) if compile else None
@@ -274,29 +263,21 @@ class Llama:
         prompt + generation reads right; further options as in `Options`. Errors as in `generate`.
         """
         listed = check_list("prompts", prompts, "texts")
-        prompt_tokens = [self._encode_prompt(row, text) for row, text in enumerate(listed)]
+        prompt_tokens = [_encode_prompt(self.tokenizer, row, text) for row, text in enumerate(listed)]
         given = check_options(options)
         results = self.generate(
             prompt_tokens=prompt_tokens,
-            max_gen_len=_as_published(self.model.params, max_gen_len),
+            max_gen_len=as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
             echo=echo,
-            **_with_details(given),
+            **with_details(given),
         )
         return [
             {"generation": text, **extras}  # type: ignore[typeddict-item]
             for text, extras in texts(self.tokenizer, results, given, keep_space, prompt_tokens if echo else None)
         ]
-
-    def _encode_prompt(self, row: int, prompt: Any) -> list[int]:
-        text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
-        if text.endswith(" "):
-            logger.warning(
-                "prompt %d ends in a space: the next token usually brings its own, so text may read worse", row
-            )
-        return self.tokenizer.encode(text, bos=True, eos=False)  # type: ignore[no-any-return]
 
     def stream_text(
         self,
@@ -311,7 +292,7 @@ class Llama:
         """`text_completion` of one prompt in chunks: joined, they are its "generation" for the same seed."""
         text = check_text("prompt", prompt, "stream_text takes one text")
         settings = {"temperature": temperature, "top_p": top_p, **options}
-        return self.stream_prompt(self._encode_prompt(0, text), max_gen_len, keep_space, settings)
+        return self.stream_prompt(_encode_prompt(self.tokenizer, 0, text), max_gen_len, keep_space, settings)
 
     def stream_prompt(
         self, prompt: list[int] | None, max_gen_len: int | None, keep_space: bool, settings: Any, reuse: bool = False
@@ -325,6 +306,24 @@ class Llama:
         if prompt is None:
             return refused_stream(UNSAFE_ERROR)
         return stream_text(self.tokenizer, steps, given.get("stop", ()), keep_space)
+
+    def text_infilling(
+        self,
+        prefixes: list[str],
+        suffixes: list[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        suffix_first: bool = False,
+        **options: Unpack[Options],
+    ) -> list[InfillingPrediction]:
+        """What stands between each prefix and suffix, by a Code Llama: `{"generation": str, "full_text": str}`, with
+        `logprobs` also "tokens" (pieces) and "logprobs"; it ends at the piece ▁<EOT>. `suffix_first` shows the model
+        the suffix before the prefix. LlamaError where the vocabulary lacks the pieces, and as in `generate`.
+        """
+        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
+        return infill(self, prefixes, suffixes, suffix_first, max_gen_len, settings)
 
     # -------------------------------------------------------------------------------------- chat
 
@@ -359,16 +358,14 @@ class Llama:
             return [refusal(UNSAFE_ERROR, logprobs, given) for _ in listed]
         results = self.generate(
             prompt_tokens=prompts,
-            max_gen_len=_as_published(self.model.params, max_gen_len),
+            max_gen_len=as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
-            **_with_details(given),
+            **with_details(given),
         )
-        answers: dict[int, Any] = {}
-        for i, (text, extras) in zip(safe, texts(self.tokenizer, results, given, keep_space), strict=True):
-            counted = {"dropped": dropped[i]} if drop_oldest and given.get("details") else {}
-            answers[i] = {"generation": {"role": "assistant", "content": text}, **extras, **counted}
+        counted = dropped if drop_oldest and given.get("details") else {}
+        answers = chat_answers(dict(zip(safe, texts(self.tokenizer, results, given, keep_space), strict=True)), counted)
         return [answers[i] if i in answers else refusal(UNSAFE_ERROR, logprobs, given) for i in range(len(listed))]
 
     def stream_chat(
@@ -431,14 +428,11 @@ def _check_ranks(size: Any) -> int | None:
     return None if size is None else check_size("model_parallel_size", size)
 
 
-def _check_sizes(max_seq_len: Any, max_batch_size: Any) -> dict[str, Any]:
-    sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
-    return {name: check_size(name, value) for name, value in sizes.items()}
-
-
-def _as_published(params: Any, max_gen_len: int | None) -> int:
-    """What the published completions hand to `generate` where no length is given."""
-    return int(params.max_seq_len) - 1 if max_gen_len is None else max_gen_len
+def _encode_prompt(tokenizer: Any, row: int, prompt: Any) -> list[int]:
+    text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
+    if text.endswith(" "):
+        logger.warning("prompt %d ends in a space: the next token usually brings its own, so text may read worse", row)
+    return tokenizer.encode(text, bos=True, eos=False)  # type: ignore[no-any-return]
 
 
 def _encode_all(tokenizer: Any, prompts: Any) -> list[list[int]]:
@@ -450,8 +444,3 @@ def _check_prompts(params: Any, prompt_tokens: Any) -> list[list[int]]:
     vocab_size = getattr(params, "vocab_size", -1)
     known = isinstance(vocab_size, int) and vocab_size > 0
     return check_prompts(prompt_tokens, int(params.max_seq_len), vocab_size if known else None)
-
-
-def _with_details(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; alternatives come with the details."""
-    return {**options, "details": True} if options.get("top_logprobs") else options

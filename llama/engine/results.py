@@ -1,10 +1,11 @@
 """What a call hands out: lists for `generate`, an iterator for the streams."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 
-from typing_extensions import Self
+from typing_extensions import NotRequired, Self
 
+from ..chat import Message
 from ..errors import LlamaError
 from .cache import cache_state
 from .request import Request, RowState, Step
@@ -13,6 +14,31 @@ from .scheduler import Scheduler
 from .text import decode_each, decode_tokens, text_chunks
 
 T = TypeVar("T")
+
+
+class CompletionPrediction(TypedDict):
+    """One result of `text_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: str
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+
+
+class ChatPrediction(TypedDict):
+    """One result of `chat_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: Message
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+    dropped: NotRequired[int]  # messages that `drop_oldest` left out
 
 
 def completion_length(row: RowState, request: Request) -> int:
@@ -59,6 +85,15 @@ def texts(
             extras |= {key: notes[0][i][key] for key in ("finish_reason", "prompt_tokens", "completion_tokens")}
         n_echoed = len(echoed[i]) if echoed else 0
         yield decode_tokens(tokenizer, ids, options.get("stop", ()), keep_space, n_echoed), extras
+
+
+def chat_answers(found: dict[int, tuple[str, dict[str, Any]]], dropped: dict[int, int]) -> dict[int, Any]:
+    """`texts` by the number of their dialog as answers, with how many messages were dropped where that is counted."""
+    return {
+        i: {"generation": {"role": "assistant", "content": text}, **extras}
+        | ({"dropped": dropped[i]} if i in dropped else {})
+        for i, (text, extras) in found.items()
+    }
 
 
 def refusal(message: str, logprobs: bool, options: Mapping[str, Any]) -> Any:
