@@ -31,7 +31,7 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
-        "chat": ["jinja2>=3.1.6"],
+        "jinja2": ["jinja2>=3.1.6"],  # a checkpoint's own chat template
         "dev": [
             "pytest>=7.4",
             "pytest-xdist>=3.5",

@@ -33,7 +33,7 @@ def check_jinja2() -> None:
     if importlib.util.find_spec("jinja2") is None:
         raise LlamaError(
             f"the checkpoint's chat template needs the package jinja2, which {sys.executable} cannot import; install "
-            f"it with: {sys.executable} -m pip install 'llama[chat]' (jinja2>=3.1.6), or choose another chat_format"
+            f"it with: {sys.executable} -m pip install 'jinja2>=3.1.6' (llama's extra 'jinja2'), or choose another chat_format"
         )
 
 
