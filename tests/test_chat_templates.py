@@ -366,3 +366,11 @@ def test_without_jinja2_the_error_names_the_extra(families: dict[str, Family], m
         chosen.encode(family.tokenizer, talk("a"))
     with pytest.raises(LlamaError, match="needs the package jinja2"):
         chosen.prepare()
+
+
+def test_an_old_jinja2_is_refused(families: dict[str, Family], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "3.1.5")
+    with pytest.raises(
+        LlamaError, match=r"jinja2, which .* has in version 3\.1\.5; install it with: .*jinja2>=3\.1\.6"
+    ):
+        families["chatml"].make("x").prepare()

@@ -1,9 +1,11 @@
 """The process that renders one chat template (sandbox.py), as its owner sees it: started when needed, bounded."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from typing import Any
 
 from ..errors import LlamaError
 
+OLDEST = (3, 1, 6)  # of jinja2: in older ones templates can leave the sandbox
 SECONDS = 2.0  # of CPU time for one rendering, which takes a millisecond
 WAIT = 60.0  # seconds by the clock, on a machine however busy
 MEMORY = 512 * 2**20  # bytes of address space
@@ -29,12 +32,24 @@ class RenderError(LlamaError):
 
 
 def check_jinja2() -> None:
-    """LlamaError that says what to install where the package for templates is missing."""
-    if importlib.util.find_spec("jinja2") is None:
+    """LlamaError that says what to install where the package for templates is missing, or so old that templates can
+    break out of its sandbox.
+    """
+    found = importlib.util.find_spec("jinja2") and _version("jinja2")
+    if not found or found < OLDEST:
+        what = f"has in version {'.'.join(map(str, found))}" if found else "cannot import"
         raise LlamaError(
-            f"the checkpoint's chat template needs the package jinja2, which {sys.executable} cannot import; install "
-            f"it with: {sys.executable} -m pip install 'jinja2>=3.1.6' (llama's extra 'jinja2'), or choose another chat_format"
+            f"the checkpoint's chat template needs the package jinja2, which {sys.executable} {what}; install it with: "
+            f"{sys.executable} -m pip install 'jinja2>=3.1.6' (llama's extra 'jinja2'), or choose another chat_format"
         )
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """The numbers of an installed version; OLDEST where they are not known."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(package))[:3]))
+    except importlib.metadata.PackageNotFoundError:
+        return OLDEST
 
 
 class TemplateProcess:
@@ -122,6 +137,8 @@ class TemplateProcess:
 
 def _start() -> "subprocess.Popen[bytes]":
     """A fresh interpreter that knows nothing of this one, its signals and its terminal."""
+    if not sys.executable:
+        raise RenderError("this program knows no Python interpreter (sys.executable) to start for it")
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox.py"))]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     try:
