@@ -234,7 +234,11 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+RARE = {"a power", "a long constant", "a wide format", "deep indents", "nested brackets", "nested loops", "no template"}
+RARE |= {"an underscore in a namespace", "an undefined name", "much output", "another file"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in RARE)) for n in ENDLESS])
 def test_whatever_a_template_does_ends_in_an_error(
     families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
