@@ -250,7 +250,7 @@ def load_model(
         found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
