@@ -358,7 +358,7 @@ def test_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
     assert model.norm.weight.data_ptr() == before
 
 
-@pytest.mark.parametrize("key", ["use_scaled_rope", "w_lora", "dimm", "ffn_dim"])
+@pytest.mark.parametrize("key", ["rope_scaling", "w_lora", "dimm", "ffn_dim"])
 def test_unknown_settings_are_named(tmp_path: Path, key: str) -> None:
     files.write_meta(tmp_path, files.weights(), {**files.GQA, key: True})
     with pytest.raises(LlamaError, match=f"unknown key '{key}'"):

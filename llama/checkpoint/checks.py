@@ -17,6 +17,7 @@ from .table import BIASES, IGNORABLE, TABLE, all_names, sizes, weight_spec
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "head_dim")
 PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta", *BIASES)  # keys of params.json that are fields
+SCALED_ROPE = ("use_scaled_rope", "rope_scaling_factor")  # keys of params.json that meta.py makes `rope_scaling` of
 SURPLUS = (  # what may stand among a Llama model's weights
     (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
     (
@@ -99,7 +100,7 @@ def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` with ModelArgs' defaults, or LlamaError naming the key that is unknown or whose value is impossible."""
     unknown = sorted(set(params) - set(PARAMS))
     if unknown:
-        raise format_error(path, f"unknown key {unknown[0]!r}", f"only {', '.join(PARAMS)}")
+        raise format_error(path, f"unknown key {unknown[0]!r}", f"only {', '.join((*PARAMS, *SCALED_ROPE))}")
     given = {name: value for name, value in params.items() if value is not None}
     for name, value in given.items():
         if name in BIASES:

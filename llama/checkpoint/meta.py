@@ -15,7 +15,7 @@ from ..model import ModelArgs, ffn_width
 from ..quantization import weight_scheme
 from ..rope import check_rope_scaling, llama3_scaling, named_scaling
 from .checkpoint import Checkpoint, StoredWeight
-from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int, same_storage
+from .checks import PARAMS, SCALED_ROPE, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
 from .companions import copy_companions, copy_tokenizer, special_ids
 from .files import first_few, format_error, read_json, write_json
@@ -57,11 +57,10 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
 
 # Keys of models that Meta publishes in this format and that are not run here; null is as absent.
 REFUSED = (
-    (r"quantization_args|lora_args", "the 4-bit files of Llama 3.2: take the bfloat16 model, and quantize='int4'"),
-    (r"vision_.*", "a model that sees images; text models are run here"),
-    (r"moe_.*|.*experts?(_.*)?", "a mixture of experts; dense models are run here"),
+    (r"quantization_args|lora_args", "the 4-bit files of Llama 3.2: take the bfloat16 model with quantize='int4'"),
+    (r"vision_.*", "a model that sees images; only text models are run here"),
+    (r"moe_.*|.*experts?(_.*)?", "a mixture of experts; only dense models are run here"),
 )
-EXPECTED_KEYS = f"only {', '.join(PARAMS)}, use_scaled_rope, rope_scaling_factor"
 
 
 def rule_factor(dim: int) -> float:
@@ -78,10 +77,10 @@ def _scaled_rope(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     for name, value in list(settings.items()):
         reason = next((what for pattern, what in REFUSED if re.fullmatch(pattern, name)), None)
         if reason is not None and value is not None:
-            raise format_error(path, f"{name}, which is of {reason}", EXPECTED_KEYS)
+            raise format_error(path, f"{name}, which is of {reason}", "a dense text model of plain weights")
         if reason is not None:
             del settings[name]
-    scaled, factor = settings.pop("use_scaled_rope", None), settings.pop("rope_scaling_factor", None)
+    scaled, factor = (settings.pop(name, None) for name in SCALED_ROPE)
     if scaled is not None and not isinstance(scaled, bool):
         raise format_error(path, f"use_scaled_rope={scaled!r:.60}", "true or false")
     dim = positive_int(settings.get("dim"))
