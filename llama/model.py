@@ -190,7 +190,7 @@ class Attention(nn.Module):
     """
 
     qkv: Callable[[Tensor], Tensor] | None = None
-    first_row = 0  # of the cache rows that a call feeds (engine/cache.py)
+    first_row = 0  # of the cache rows that a call feeds (engine/scheduler.py)
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Transformer(nn.Module):
         """
         return self.output(self.hidden(tokens, start_pos, published_mask=True)).float()  # type: ignore[no-any-return]
 
-    @no_grad
+    @torch.no_grad()
     def hidden(
         self, tokens: Tensor, start_pos: int | Tensor, kv_len: int | None = None, *, published_mask: bool = False
     ) -> Tensor:
