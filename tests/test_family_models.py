@@ -17,8 +17,11 @@ from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
 from llama.checkpoint import Checkpoint, load_model, open_checkpoint
+from llama.checkpoint.checkpoint import StoredWeight
+from llama.checkpoint.family import describe_context, describe_scaling, describe_targets, family
 from llama.checkpoint.memory import count_parameters, memory_estimate
 from llama.cli.convert import convert
+from llama.cli.info import info
 from llama.engine.compiled import compile_model
 from llama.quantization import PrepackedWeight
 from llama.rope import check_rope_scaling, llama3_scaling, named_scaling, rotary_frequencies
@@ -501,6 +504,82 @@ def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
         assert need.kv_cache == sum(tensor.numel() * 4 for tensor in cache)
         two = memory_estimate(params, 64, 4, 2, torch.float32, tied=True)
         assert two == memory_estimate(params, 64, 4, 2, torch.float32)  # each rank has another part of the two
+
+
+def shaped(rows: int, dim: int, format: str = "meta", path: Path = Path("nowhere"), **params: Any) -> Checkpoint:
+    """A checkpoint of these sizes, of which `info` looks at the settings and the rows of the embedding."""
+    full = {**VARIANTS["linear"], "rope_theta": 10000.0, "norm_eps": 1e-5, "rope_scaling": None, "dim": dim, **params}
+    embedding = StoredWeight([torch.zeros(1).expand(rows, dim)])
+    return Checkpoint(path, format, full, {"tok_embeddings.weight": embedding}, [])
+
+
+BY_8, BY_32 = llama3_scaling(8.0), llama3_scaling(32.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "params", "name", "context"),
+    [
+        (32000, 4096, {}, "Llama 1 or 2", "4096"),
+        (32001, 5120, {}, "Llama 1 or 2", "4096"),
+        (32016, 4096, {"rope_theta": 1e6}, "Code Llama", "16384"),
+        (32000, 8192, {"rope_theta": 1e6}, "Code Llama", "16384"),
+        (128256, 4096, {"rope_theta": 5e5}, "Llama 3", "8192"),
+        (128256, 8192, {"rope_theta": 5e5, "rope_scaling": BY_8}, "Llama 3.1 to 3.3", "131072"),
+        (128256, 2048, {"rope_theta": 5e5, "rope_scaling": BY_32}, "Llama 3.2", "131072"),
+        (49152, 576, {}, "other, of Llama's architecture", None),
+        (32000, 4096, {"attention_bias": True}, "other, of Llama's architecture", None),
+    ],
+)
+def test_the_family_is_told(rows: int, dim: int, params: dict[str, Any], name: str, context: str | None) -> None:
+    checkpoint = shaped(rows, dim, **params)
+    assert family(checkpoint) == name
+    assert describe_context(checkpoint) == (f"not stored; {context} in this family" if context else "not stored")
+
+
+def test_info_of_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in VARIANTS:
+        write_variant(tmp_path / name, name, tied=True)
+        info(str(tmp_path / name))
+        lines = capsys.readouterr().out.splitlines()
+        [besides] = (line for line in lines if line.startswith("besides"))
+        for field in ("head_dim", "attention_bias", "mlp_bias"):
+            assert (field.replace("_bias", " bias") in besides) == (field in VARIANTS[name]), (name, besides)
+        said = " ".join(" ".join(lines).split())
+        rope = VARIANTS[name].get("rope_scaling", {"rope_type": "none"})
+        assert f"rope scaling {rope['rope_type']}" in said and "hf (tied head)" in said
+        assert ("as config.json says" in said) == ("factor" in rope)
+        assert "llama2c is refused: rope_theta=500000.0" in said and "ranks 1, 2 " in said
+        assert ("meta is refused: its rotary angles" in said) == (name not in IN_META)
+    for folder, words in (
+        (SCALED, "factor 32, .* \\(params.json names no factor; dim 64 < 4096 means 32\\)"),
+        (scaled_by_8(tmp_path), "factor 8, .* \\(params.json's rope_scaling_factor\\)"),
+        (
+            files.write_hf(tmp_path / "m", files.weights(), **MISTRAL, sliding_window=None),
+            "other .model_type 'mistral'",
+        ),
+    ):
+        info(str(folder))
+        assert re.search(words, capsys.readouterr().out), words
+
+
+def test_what_info_says_of_divisors() -> None:
+    plain, scaled = (rotary_frequencies(64, 5e5, scaling) for scaling in (None, BY_32))
+    for divisors, words, targets in (
+        ((plain / scaled).tolist(), "llama3, factor 32, .*told by the file's divisors", "to meta, hf; llama2c"),
+        ([1.0] * 32, "none .the file's divisors are all 1", "to meta, hf; llama2c"),
+        ([2.0] * 31 + [3.0], "by the file's own divisors", "to nothing; meta is refused: .*; hf is refused: each"),
+    ):
+        scaling = {"rope_type": "divisors", "divisors": divisors}
+        checkpoint = shaped(128256, 2048, "gguf", rope_theta=5e5, n_heads=32, rope_scaling=scaling)
+        assert re.match(words, describe_scaling(checkpoint)) and re.match(targets, describe_targets(checkpoint))
+
+
+def test_llama2c_names_what_its_programs_do_not_know(tmp_path: Path) -> None:
+    for name in ("head_dim", "attention_bias", "mlp_bias", "linear"):
+        write_variant(tmp_path / name, name, rope_theta=10000.0, norm_eps=1e-5)
+        field = "rope_scaling" if name == "linear" else name
+        with pytest.raises(LlamaError, match=f"has {field}, which llama2.c's programs do not know"):
+            convert(str(tmp_path / name), str(tmp_path / "c"), "llama2c")
 
 
 # ---------------------------------------------------------------------------------- the real transformers
