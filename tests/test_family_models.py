@@ -262,6 +262,19 @@ def test_quantized_files_keep_biases(tmp_path: Path, name: str) -> None:
         loaded(tmp_path / "a", quantize="int4")
 
 
+def test_a_quantized_head_is_tied_again(tmp_path: Path) -> None:
+    """Quantized files hold the head in 8 bits beside the embedding; other formats get it back as one."""
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        source = open_checkpoint(write_variant(folder / "a", "meta", tied))
+        convert(str(folder / "a"), str(folder / "b"), "meta", quantize="int8")
+        assert loaded(folder / "b").output.packed is not None
+        convert(str(folder / "b"), str(folder / "c"), "hf")
+        back = open_checkpoint(folder / "c")
+        assert back.tied is tied
+        assert torch.equal(back.read("output.weight"), source.read("output.weight")) is tied
+
+
 @pytest.mark.parametrize("name", [pytest.param("head_dim", marks=pytest.mark.slow), "all"])
 def test_compiled_decoding_keeps_biases(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
