@@ -19,7 +19,9 @@ from llama import Llama, LlamaError, ModelArgs, Transformer
 from llama.checkpoint import Checkpoint, load_model, open_checkpoint
 from llama.checkpoint.checkpoint import StoredWeight
 from llama.checkpoint.family import describe_context, describe_scaling, describe_targets, family
+from llama.checkpoint.fingerprint import _digest
 from llama.checkpoint.memory import count_parameters, memory_estimate
+from llama.checkpoint.table import all_names
 from llama.cli.convert import convert
 from llama.cli.info import info
 from llama.engine.compiled import compile_model
@@ -152,6 +154,7 @@ def check_on_ranks(folder: Path) -> None:
     close(loaded(folder / "whole", 9100)(figures["long_x"].long(), 0)[:, 9000:], figures["long_logits"], 2e-4)
     figures = golden(TIED)
     close(loaded(TIED)(figures["x"], 0), figures["logits"], 2e-4)
+    close(loaded(TIED, 6100)(figures["long_x"].long(), 0)[:, 6000:], figures["long_logits"], 2e-4)
     for name in VARIANTS:
         for source in (folder / name, folder / f"{name}-2") if name in IN_META else (folder / name,):
             close(loaded(source)(IDS, 0), wanted(name), 2e-4)
@@ -232,6 +235,8 @@ def test_a_variant_is_converted_and_comes_back(tmp_path: Path, name: str, tied: 
     back = open_checkpoint(tmp_path / "c")
     same_weights(source, back)
     assert back.params == source.params and back.tied is tied
+    assert _digest(back) == _digest(source)  # by which ranks with other files see that they have one model
+    assert list(loaded(back).state_dict()) == all_names(2, back.params) == back.names()
     with pytest.raises(LlamaError, match="llama2.c's programs"):
         convert(str(tmp_path / "a"), str(tmp_path / "d"), "llama2c")
 
