@@ -24,19 +24,20 @@ from llama.checkpoint.memory import count_parameters, memory_estimate
 from llama.checkpoint.table import all_names
 from llama.cli.convert import convert
 from llama.cli.info import info
+from llama.distributed import linear_layers
 from llama.engine.compiled import compile_model
 from llama.quantization import PrepackedWeight
 from llama.rope import check_rope_scaling, llama3_scaling, named_scaling, rotary_frequencies
 
 GOLDEN = ROOT / "tests" / "golden"
 SCALED, TIED = GOLDEN / "llama3", GOLDEN / "hf-llama3rope"  # made by llama-models, and by transformers 5.24
-LLAMA3 = {**llama3_scaling(8.0), "original_max_position_embeddings": 64.0}  # short, so that every case occurs
+LLAMA3 = {**llama3_scaling(8.0), "original_max_position_embeddings": 16.0}  # short, so that every case occurs
 # One of each, and all together; sizes in which no matrix has the shape of another.
-BASE: dict[str, Any] = {**files.GQA, "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0}
+BASE: dict[str, Any] = {**files.GQA, "multiple_of": 32, "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3": {**BASE, "rope_scaling": LLAMA3},
     "linear": {**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "head_dim": {**BASE, "head_dim": 12},
+    "head_dim": {**BASE, "head_dim": 24},
     "attention_bias": {**BASE, "attention_bias": True},
     "mlp_bias": {**BASE, "mlp_bias": True},
     "all": {**BASE, "rope_scaling": LLAMA3, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
@@ -254,17 +255,22 @@ def test_params_json_of_a_published_shape_stays_as_it_was(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["head_dim", "meta"])
-def test_quantized_files_keep_biases(tmp_path: Path, name: str) -> None:
-    """int8 from the original and from a file of int8, with and without the compiler's prepacking beside."""
-    write_variant(tmp_path / "a", name)
-    convert(str(tmp_path / "a"), str(tmp_path / "b"), "meta", quantize="int8")
-    for source in (tmp_path / "a", tmp_path / "b"):
-        model = loaded(source, quantize="int8")
-        assert model.layers[0].attention.wq.weight is None
-        assert (model(IDS, 0) - wanted(name)).abs().max() < 0.15
-    with pytest.raises(LlamaError, match="int4"):  # dim 32, but w2 is 112 wide
-        loaded(tmp_path / "a", quantize="int4")
+@pytest.mark.parametrize("name", ["head_dim", "all"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int8-dynamic"])
+def test_quantized_models_keep_biases(tmp_path: Path, name: str, scheme: str) -> None:
+    """As the same model with the values that are left of its weights; from the original and from a quantized file."""
+    sources = [write_variant(tmp_path / "a", name)]
+    if name in IN_META and scheme != "int8-dynamic":
+        convert(str(sources[0]), str(tmp_path / "b"), "meta", quantize=scheme)
+        sources.append(tmp_path / "b")
+    for source in sources:
+        model = loaded(source, quantize=scheme)
+        weights = {key: weight.double() for key, weight in variant_weights(name).items()}
+        for layer_name, layer in linear_layers(model):
+            assert layer.weight is None
+            weights[f"{layer_name}.weight"] = layer.packed.dense().double()
+        logits = reference.logits(weights, VARIANTS[name], IDS)
+        assert (model(IDS, 0) - logits).abs().max() < (0.3 if "dynamic" in scheme else 0.12)  # bfloat16 activations
 
 
 def test_a_quantized_head_is_tied_again(tmp_path: Path) -> None:
@@ -280,11 +286,21 @@ def test_a_quantized_head_is_tied_again(tmp_path: Path) -> None:
         assert torch.equal(back.read("output.weight"), source.read("output.weight")) is tied
 
 
-@pytest.mark.parametrize("name", [pytest.param("head_dim", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize("name", ["all"])
 def test_compiled_decoding_keeps_biases(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, **given: original(step, **{**given, "backend": "eager"}))
+    check_compiled(tmp_path, name, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_decoding_of_every_variant(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiled(tmp_path, name, monkeypatch)
+
+
+def check_compiled(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
     model = loaded(write_variant(tmp_path, name))
     generator = Llama(model, NoEnd(), decoder=compile_model(model))
     assert model.layers[0].attention.qkv is not None and model.layers[0].feed_forward.w13 is not None
@@ -444,6 +460,16 @@ def test_a_callers_scaling_is_checked() -> None:
             Transformer(ModelArgs(**sizes, rope_scaling=scaling))  # type: ignore[arg-type]
     with pytest.raises(LlamaError, match="head_dim=5 must be an even number"):
         Transformer(ModelArgs(**sizes, head_dim=5))
+
+
+def test_a_model_with_divisors() -> None:
+    params = {**BASE, "rope_scaling": {"rope_type": "divisors", "divisors": [2.0, 1.5, 8.0, 32.0]}}
+    weights = reference.random_weights(params, 2)
+    model = Transformer(ModelArgs(**params, max_seq_len=16, max_batch_size=2))
+    model.load_state_dict(weights)
+    close(model(IDS, 0), reference.logits(weights, params, IDS), 2e-4)
+    plain = reference.logits(weights, BASE, IDS)
+    assert (plain - model(IDS, 0)).abs().max() > 0.1
 
 
 def test_divisors_of_gguf_are_told_by_name() -> None:
