@@ -143,10 +143,10 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
 def ids_without_piece(tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The ids of a model's vocabulary that no text has: holes of the tokenizer's, and rows behind its last piece."""
     n_words = getattr(tokenizer, "n_words", None)
-    if type(n_words) is not int or n_words < 1:
+    if type(n_words) is not int or n_words < 1 or not isinstance(vocab_size, int):
         return ()
     holes = getattr(getattr(tokenizer, "vocabulary", None), "holes", ())
-    return (*sorted(holes), *range(n_words, vocab_size))
+    return (*sorted(token for token in holes if token < vocab_size), *range(n_words, vocab_size))
 
 
 def piece(tokenizer: Any, token: int) -> str:

@@ -237,9 +237,7 @@ def load_model(
     dtype: torch.dtype,
     quantize: str | None = None,
 ) -> Transformer:
-    """This rank's part of the checkpoint in a new model; LlamaError where its vocabulary is below `vocab_size`, the
-    tokenizer's.
-    """
+    """This rank's part of the checkpoint in a new model, which may have more rows than the tokenizer's `vocab_size`."""
     for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
@@ -249,6 +247,10 @@ def load_model(
     if rows < vocab_size:
         found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
+    if rows > vocab_size and rank() == 0:
+        level = logging.WARNING if rows > vocab_size + max(1024, vocab_size // 10) else logging.INFO
+        words = "%s embeds %d tokens, the tokenizer has %d: the others are never drawn, if it is the right tokenizer"
+        logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
     check_memory(args, device, dtype, world_size(), scheme)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched

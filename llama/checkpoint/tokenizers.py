@@ -25,6 +25,13 @@ def open_tokenizer(given: Any, checkpoint: Checkpoint) -> Any:
     BOS, EOS, stop ids and added tokens are those that the files beside it name. FileNotFoundError, or LlamaError that
     says what is wrong.
     """
+    tokenizer = _open(given, checkpoint)
+    if isinstance(tokenizer, Tokenizer):  # which decodes the rows behind its pieces to nothing
+        tokenizer.n_rows = max(tokenizer.n_rows, checkpoint.shape("tok_embeddings.weight")[0])
+    return tokenizer
+
+
+def _open(given: Any, checkpoint: Checkpoint) -> Any:
     in_memory = getattr(checkpoint, "tokenizer_data", None)
     if given is None and in_memory is not None:
         data, facts = in_memory
@@ -110,6 +117,19 @@ def _id_of(tokenizer: Tokenizer, token: Any) -> int:
         found = tokenizer.sp_model.piece_to_id(text)
         return -1 if found == tokenizer.sp_model.unk_id() else int(found)
     return found
+
+
+def describe_tokenizer(checkpoint: Checkpoint) -> str:
+    """One line for `info`: the file, its kind, how many pieces, what ends a text; or why it cannot be read."""
+    place = checkpoint.path if getattr(checkpoint, "tokenizer_data", None) else checkpoint.tokenizer_path
+    if place is None:
+        return "not found"
+    try:
+        tokenizer = open_tokenizer(None, checkpoint)
+    except (LlamaError, OSError) as error:
+        return f"{place}, which cannot be read: {error}"
+    ends = ", ".join(map(str, sorted(tokenizer.stop_ids)))
+    return f"{place} ({tokenizer.vocabulary.kind}, {tokenizer.n_words} pieces, stop ids {ends or 'none'})"
 
 
 def _given_path(path: Path) -> Path:

@@ -10,7 +10,7 @@ from .hf import LARGEST, JsonVocabulary
 from .sentencepiece import SentencePieceProcessor, SentencePieceVocabulary
 from .tiktoken import TiktokenVocabulary
 
-__all__ = ["LARGEST_ID", "SentencePieceProcessor", "Vocabulary", "make_vocabulary", "read_file"]
+__all__ = ["LARGEST_ID", "SentencePieceProcessor", "Vocabulary", "kind_of", "make_vocabulary", "read_file"]
 
 _LARGEST = 2**24  # bytes of a SentencePiece or tiktoken file; Llama 2's has half a million, Llama 3's two
 _TIKTOKEN = re.compile(rb"[a-z0-9+/]+=* \d+\r?\n", re.IGNORECASE)
@@ -37,13 +37,12 @@ def make_vocabulary(
     data: bytes, path: Path, added: Mapping[str, int] | None = None, legacy: bool = False
 ) -> Vocabulary:
     """The vocabulary in `data`, `added` and `legacy` for SentencePiece's. LlamaError says what the data are instead."""
-    head = _head(data)
-    is_json = head.startswith(b"{") and b"\0" not in head
+    head, kind = _head(data), kind_of(data)
+    is_json, is_tiktoken = kind == "tokenizer.json", kind == "tiktoken"
     limit = LARGEST if is_json else _LARGEST
     problem = _problem(data, head) if len(data) <= limit else f"has more than {limit} bytes: no vocabulary of Llama's"
     if problem is not None:
         raise LlamaError(f"{path} {problem}")
-    is_tiktoken = _TIKTOKEN.match(head) is not None
     try:
         if is_json:
             return JsonVocabulary(data)
@@ -59,6 +58,14 @@ def make_vocabulary(
             f"{path} is {what} ({found:.300}): "
             f"fetch it again, or give the path of the tokenizer.model that came with the weights"
         ) from error
+
+
+def kind_of(data: bytes) -> str:
+    """ "tokenizer.json", "tiktoken" or "SentencePiece" (tokenizer.bin too): what the first bytes look like."""
+    head = _head(data)
+    if head.startswith(b"{") and b"\0" not in head:
+        return "tokenizer.json"
+    return "tiktoken" if _TIKTOKEN.match(head) else "SentencePiece"
 
 
 def _head(data: bytes) -> bytes:
