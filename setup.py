@@ -35,6 +35,7 @@ setup(
         "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
             "pytest>=7.4",
+            "pytest-xdist>=3.5",
             "ruff==0.17.6",
             "mypy>=1.13",
             "types-tqdm",
