@@ -49,9 +49,10 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
     tokenizer = try_tokenizer(checkpoint)
     if tokenizer is None:
         return {}
-    ends = sorted(tokenizer.stop_ids)
-    ids = dict(zip(ID_NAMES, (tokenizer.bos_id, ends[0] if len(ends) == 1 else ends, tokenizer.pad_id), strict=True))
-    return {name: value for name, value in ids.items() if isinstance(value, list) or value >= 0}
+    ends: Any = sorted(tokenizer.stop_ids)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or -1}
+    ids["pad_token_id"] = tokenizer.pad_id
+    return {name: value for name, value in ids.items() if value != -1}
 
 
 # ---------------------------------------------------------------------------------------- tokenizers
