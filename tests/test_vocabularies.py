@@ -308,6 +308,15 @@ def test_a_strangers_tokenizer_json_is_refused(tmp_path: Path, kind: str) -> Non
     assert str(caught.value).startswith(path) and len(str(caught.value)) < 1000
 
 
+def test_a_pattern_that_does_not_end_is_an_error(tmp_path: Path) -> None:
+    file = byte_level(merged(WORDS), CHATML)
+    file["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": "x"}
+    tokenizer = Tokenizer(write(tmp_path / "tokenizer.json", file))
+    with pytest.raises(LlamaError, match="cannot encode a text of 50 characters"):
+        tokenizer.encode("a" * 50, bos=False, eos=False)
+    assert tokenizer.decode(tokenizer.encode("the river", bos=False, eos=False)) == "the river"
+
+
 def test_mutated_files_load_or_end_in_a_clean_error(tmp_path: Path) -> None:
     draw, loaded = random.Random(0), 0
     sources = [Path(write(tmp_path / kind, MAKERS[kind]())).read_bytes() for kind in MAKERS if kind != "sentencepiece"]

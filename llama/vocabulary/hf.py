@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import LlamaError
 from .base import LARGEST_ID, TAG, BytePieces, check_utf8, import_extra, show
 from .tiktoken import STOPS
 
@@ -95,7 +96,16 @@ class JsonVocabulary:
                 self._model.normalizer, self._model.pre_tokenizer = spaces
                 self._model.encode_special_tokens = not specials
                 self._set_up = (prefix_space, specials)
-            return self._model.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            try:
+                return self._model.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic in Rust is no Exception; a file's pattern that does not end is one
+                found = " ".join(str(error).split())
+                raise LlamaError(
+                    f"the tokenizers package cannot encode a text of {len(text)} characters by this tokenizer.json: "
+                    f"{found:.200}; use the tokenizer.model that came with the weights"
+                ) from error
 
     def _as_text(self, ids: list[int]) -> Iterator[int]:
         """Ids of a text in which a control piece came out of merges: the ids of its letters in its place."""
