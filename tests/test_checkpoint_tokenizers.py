@@ -299,5 +299,10 @@ def test_converting_llama_3_writes_its_ids(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (tokenizer.bos_id, sorted(tokenizer.stop_ids))
     assert open_tokenizer(None, open_checkpoint(tmp_path / "hf")).stop_ids == tokenizer.stop_ids
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    for text in ("the cold river", "日本 🙃 1234  x\n\n"):
+        assert theirs(text).input_ids == tokenizer.encode(text, bos=True, eos=False)
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     with pytest.raises(LlamaError, match=r"a vocabulary of the kind tiktoken, but llama2\.c's programs"):
         convert(str(source), str(tmp_path / "c"), "llama2c")

@@ -15,6 +15,7 @@ from vocabularies import CHATML, MAKERS, WORDS, added, byte_level, merged, tikto
 
 from llama.errors import LlamaError
 from llama.tokenizer import StreamDecoder, Tokenizer, ids_without_piece, piece, stop_ids
+from llama.vocabulary import from_tiktoken
 from llama.vocabulary.tiktoken import read_ranks, slices
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -243,6 +244,28 @@ def test_llama_2_in_three_spellings_is_one_vocabulary(tmp_path: Path) -> None:
             for keep_space in (False, True):
                 assert prepend.decode(ids, keep_space=keep_space) == spm.decode(ids, keep_space=keep_space)
     assert prepend.decode([3 + 0x20, 3 + 0x41]) == spm.decode([3 + 0x20, 3 + 0x41]) == " A"  # a byte, not the prefix
+
+
+def test_llama_3s_file_as_tokenizer_json(tmp_path: Path) -> None:
+    llama3 = make(tmp_path, "tiktoken")
+    same_as_json(llama3, Tokenizer(write(tmp_path / "tokenizer.json", from_tiktoken(llama3.vocabulary))))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PUBLISHED.exists(), reason=f"Llama's vocabularies are not at {PUBLISHED}")
+def test_llama_3s_own_file_as_tokenizer_json(tmp_path: Path) -> None:
+    llama3 = Tokenizer(str(PUBLISHED / "llama3-tokenizer.model"))
+    same_as_json(llama3, Tokenizer(write(tmp_path / "tokenizer.json", from_tiktoken(llama3.vocabulary))))  # type: ignore[arg-type]
+
+
+def same_as_json(llama3: Tokenizer, found: Tokenizer) -> None:
+    for name in ("n_words", "bos_id", "eos_id", "pad_id", "stop_ids", "add_bos", "special_ids"):
+        assert getattr(found, name) == getattr(llama3, name), name
+    for text in [*ALL_TEXTS, "<|begin_of_text|>a<|eot_id|>"]:
+        for specials in (False, True):
+            ids = llama3.encode(text, bos=True, eos=True, specials=specials)
+            assert found.encode(text, bos=True, eos=True, specials=specials) == ids
+            assert found.decode(ids) == llama3.decode(ids)
 
 
 def test_text_of_a_control_piece_never_becomes_its_id(tmp_path: Path) -> None:
