@@ -32,6 +32,8 @@ setup(
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
         "jinja2": ["jinja2>=3.1.6"],  # a checkpoint's own chat template
+        "tiktoken": ["tiktoken>=0.7"],  # Llama 3's tokenizer.model
+        "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
             "pytest>=7.4",
             "pytest-xdist>=3.5",
@@ -43,6 +45,8 @@ setup(
             "jinja2>=3.1.6",
             "transformers>=4.45",
             "protobuf",
+            "tiktoken>=0.7",
+            "tokenizers>=0.19",
         ],
     },
 )

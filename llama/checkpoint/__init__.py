@@ -2,18 +2,19 @@
 
 from .checkpoint import Checkpoint
 from .fingerprint import compare_ranks
-from .loading import find_tokenizer, load, load_model, open_checkpoint, pick_scheme, with_defaults
+from .loading import load, load_model, open_checkpoint, pick_scheme, with_defaults
 from .templates import choose_format, find_chat_template
+from .tokenizers import open_tokenizer
 
 __all__ = [
     "Checkpoint",
     "choose_format",
     "compare_ranks",
     "find_chat_template",
-    "find_tokenizer",
     "load",
     "load_model",
     "open_checkpoint",
+    "open_tokenizer",
     "pick_scheme",
     "with_defaults",
 ]
