@@ -1,5 +1,6 @@
 """Which chat format a checkpoint gets, where its template is read from, and every way to chat with each format."""
 
+import base64
 import dataclasses
 import json
 import logging
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import GOLDEN, StubModel, StubTokenizer, build_golden
 
 from llama import Llama, LlamaError
@@ -21,6 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + 'ask ' + m.content }}{% elif m.role == 'system' %}"
     "{{ '(' + m.content + ') ' }}{% else %}{{ ' say ' + m.content + eos_token }}{% endif %}{% endfor %} say"
 )
+LLAMA3 = GOLDEN.parent / "llama3"
 ASK: Any = [{"role": "user", "content": "river stone"}]
 
 
@@ -300,3 +303,16 @@ def test_the_command_line_names_a_format(
     with pytest.raises(SystemExit):
         chat("--chat_format", "chatml")
     assert "chatml needs <|im_start|>" in capsys.readouterr().err
+
+
+def test_llama_3_answers_as_metas_package(tmp_path: Path) -> None:
+    """The ids of its prompts, and its answers to the end of their turns."""
+    pytest.importorskip("tiktoken")
+    golden = torch.load(LLAMA3 / "golden.pt", weights_only=True)
+    path = tmp_path / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(bytes([rank])).decode()} {rank}\n" for rank in range(256)))
+    with build_golden(ckpt_dir=str(LLAMA3), tokenizer_path=str(path), max_seq_len=96) as generator:
+        chosen = generator.chat_format
+        assert isinstance(chosen, Llama3Format) and chosen.stop_ids | generator.tokenizer.stop_ids == {257, 264, 265}
+        assert [chosen.encode(generator.tokenizer, dialog) for dialog in golden["dialogs"]] == golden["dialog_ids"]
+        assert generator.chat_completion(golden["dialogs"], temperature=0, max_gen_len=20) == golden["chat"]
