@@ -236,6 +236,15 @@ def test_a_broken_template_hinders_no_text(folder: Path) -> None:
         build_golden(ckpt_dir=str(folder), chat_format="template")
 
 
+def test_info_names_the_format(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert templates.describe_format(checkpoint) == "llama2"
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert templates.describe_format(checkpoint) == f"its own template ({len(TEMPLATE)} characters)"
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert templates.describe_format(checkpoint).startswith("not known: ")
+
+
 # ------------------------------------------------------------------------------------------ every way to chat
 
 

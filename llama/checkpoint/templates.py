@@ -4,9 +4,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from ..chat import ChatFormat, pick_format
+from ..chat import ChatFormat, family_format, pick_format
+from ..errors import LlamaError
 from .checkpoint import Checkpoint
-from .files import format_error, only_our_errors, read_head, read_json
+from .files import format_error, only_our_errors, read_head, read_json, shortened
+from .tokenizers import open_tokenizer
 
 logger = logging.getLogger("llama")
 
@@ -22,6 +24,19 @@ def choose_format(chat_format: Any, checkpoint: Checkpoint, tokenizer: Any) -> C
     guessed = None if checkpoint.format in ("meta", "llama2c", "llama2c-train") else str(checkpoint.path)
     variables = template_tokens(checkpoint) if template is not None else {}
     return pick_format(chat_format, tokenizer, template, variables, guessed)
+
+
+def describe_format(checkpoint: Checkpoint) -> str:
+    """One phrase for `info`: the chat format that `build` would take."""
+    try:
+        template = find_chat_template(checkpoint)
+        if template is not None:
+            return f"its own template ({len(template)} characters)"
+        return {"Llama3Format": "llama3", "ChatMLFormat": "chatml"}.get(
+            type(family_format(open_tokenizer(None, checkpoint))).__name__, "llama2"
+        )
+    except (LlamaError, OSError) as error:
+        return f"not known: {shortened(str(error))}"
 
 
 def find_chat_template(checkpoint: Checkpoint) -> str | None:
