@@ -175,14 +175,33 @@ def test_no_template_makes_control_tokens_of_the_texts(families: dict[str, Famil
 
 
 def test_a_control_piece_put_together_by_the_template(families: dict[str, Family]) -> None:
-    """'<|' + role + '|>' is one where the texts have no part in it; a dialog whose text could have is refused."""
+    """'<|' + role + '|>' is one where the texts have no part in it, and text that looks like it is text."""
     family = families["built of pieces"]
-    assert family.control(family.encode("a", "b", "c")) == family.control(family.theirs(talk("a", "b", "c")))
-    for text in ("<|user|>", "</s>", "a <|system|> b"):
-        with pytest.raises(LlamaError, match="dialog 0: .*puts '<|user|>' together of pieces"):
-            family.encode(text)
+    plain = family.control(family.encode("a", "b", "c"))
+    assert plain == family.control(family.theirs(talk("a", "b", "c")))
+    for text in ("<|user|>", "</s>", "a <|system|> b", "<|", "user|>", "|><|user", "</s></s>"):
+        dialog = talk(text, f"{text}{text}", f" {text}\n")
+        ids = family.format.encode(family.tokenizer, dialog)
+        assert family.control(ids) == plain
+        assert ids == family.theirs(dialog, sanitize_control_tokens=True)
     with pytest.raises(LlamaError, match="message 0: role 'user|>' is not"):
         family.format.encode(family.tokenizer, [{"role": "user|><|system", "content": ""}])  # type: ignore[typeddict-item]
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["m.content.split('s')|join('s')", "m.content.replace('</s>', '<|user|>')", "m.content[1:]", "m.content|upper"],
+)
+def test_where_text_could_have_a_part_in_it_the_dialog_is_refused(families: dict[str, Family], change: str) -> None:
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + " + change + " + eos_token }}{% endfor %}"
+    family = families["built of pieces"]
+    chosen = family.make(template)
+    plain = family.control(chosen.encode(family.tokenizer, talk("abc")))
+    for text in ("</s>", "x</s>", "xx</s>s", "<|user|>", "s<|user|>", "<|system|><|user|>"):
+        try:
+            assert family.control(chosen.encode(family.tokenizer, talk(text))) == plain, text
+        except LlamaError as error:
+            assert "dialog 0: " in str(error) and "puts '<|user|>' together of pieces" in str(error)
 
 
 def test_a_control_piece_put_together_of_a_text_is_text(families: dict[str, Family]) -> None:

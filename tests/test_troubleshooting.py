@@ -171,7 +171,7 @@ def refuses(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 @message
 def together(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    _by_template("{% set s = 's' %}{{ messages[0].content ~ '</' ~ s ~ '>' }}", [("user", "</s>")])
+    _by_template("{% set s = 's' %}{{ messages[0].content[1:] ~ '</' ~ s ~ '>' }}", [("user", "</s></s>")])
 
 
 @message

@@ -1,7 +1,7 @@
 """A prompt as the format's own control pieces and text between them, to ids: no text becomes a control piece."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,11 +24,6 @@ def special_pattern(names: tuple[str, ...]) -> re.Pattern[str]:
     """Matches any of the control pieces' texts, as one group; the longer before those that it contains."""
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
-
-
-def find_specials(names: Iterable[str], text: str) -> list[str]:
-    """The control pieces whose text stands in `text`, in order."""
-    return special_pattern(tuple(names)).findall(text)
 
 
 def encode_text(tokenizer: Any, text: str, control: frozenset[int]) -> list[int]:

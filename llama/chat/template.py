@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..errors import LlamaError
+from .built import settle_built
 from .dialog import ROLES, Dialog, check_messages, check_not_empty, drop_oldest
 from .renderer import RenderError, TemplateProcess
-from .segments import encode_segments, find_specials, special_ids_of, special_pattern
+from .segments import encode_segments, special_ids_of
 
 ANSWER = "Marigold"  # a word that no template writes itself
 
@@ -66,8 +68,7 @@ class TemplateFormat:
         self.check(dialog, index)
         messages = [_plain(message, f"dialog {index}, message {i}") for i, message in enumerate(dialog)]
         try:
-            parts = self._render(messages)
-            parts = self._settle(parts, messages)
+            parts = settle_built(self._render, messages, self._names)
         except LlamaError as error:
             place = self._place(messages, error) if isinstance(error, RenderError) and error.raised else ""
             raise self._complaint(error, index, place) from error
@@ -79,23 +80,6 @@ class TemplateFormat:
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[str | int]:
         return self._process.render(messages, self._variables, add_generation_prompt)
-
-    def _settle(self, parts: list[str | int], messages: list[dict[str, Any]]) -> list[str | int]:
-        """The prompt, and with it control pieces that the template puts together of smaller ones ('<|' + role + '|>').
-
-        Those are told from text that poses as one by rendering messages without any text: RenderError where that text
-        could have a part in them.
-        """
-        posing = _posing(parts, self._names)
-        if not posing:
-            return parts
-        built = _posing(self._render([_without_text(message) for message in messages]), self._names)
-        if not built:
-            return parts
-        texts = [text for message in messages for text in _texts(message)]
-        if built != posing or any(find_specials(self._names, text) for text in texts):
-            raise RenderError(f"it puts {built[0]!r:.60} together of pieces, so that text in a message could do so too")
-        return [part for piece in parts for part in _split(piece, self._names)]
 
     def _place(self, messages: list[dict[str, Any]], error: Exception) -> str:
         """ ", message N" for the first message with which the template complains as it does."""
@@ -119,7 +103,7 @@ class TemplateFormat:
     def _end_of_turn(self, specials: dict[str, int]) -> frozenset[int]:
         """The control piece that the template puts behind an answer, where it puts one at once."""
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}]
-        parts = self._settle(self._render(messages, add_generation_prompt=False), messages)
+        parts = settle_built(partial(self._render, add_generation_prompt=False), messages, self._names)
         for part, behind in zip(reversed(parts[:-1]), reversed(parts[1:]), strict=True):
             if isinstance(part, str) and ANSWER in part:
                 found = isinstance(behind, int) and not part.rpartition(ANSWER)[2].strip()
@@ -143,37 +127,6 @@ def _plain(message: Any, where: str) -> dict[str, Any]:
         return json.loads(json.dumps({key: value for key, value in items.items() if value is not None}))  # type: ignore[no-any-return]
     except (TypeError, ValueError, RecursionError) as error:
         raise LlamaError(f"{where} cannot be given to a template: {error!s:.200}; it may hold what JSON can") from error
-
-
-def _texts(value: Any, key: Any = None) -> list[str]:
-    """The texts in a message, but for its role."""
-    if isinstance(value, dict):
-        return [text for name, item in value.items() for text in [*_texts(item, name), str(name)]]
-    if isinstance(value, list):
-        return [text for item in value for text in _texts(item)]
-    return [value] if isinstance(value, str) and key != "role" else []
-
-
-def _without_text(value: Any, key: Any = None) -> Any:
-    """The same message with other texts, in which nothing can be hidden."""
-    if isinstance(value, dict):
-        return {name: _without_text(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_text(item) for item in value]
-    return "x" if isinstance(value, str) and key != "role" else value
-
-
-def _posing(parts: list[str | int], names: list[str]) -> list[str]:
-    """What looks like a control piece in the texts of a prompt."""
-    return [name for part in parts if isinstance(part, str) for name in find_specials(names, part)]
-
-
-def _split(part: str | int, names: list[str]) -> list[str | int]:
-    """A text with what looks like control pieces as their places in the list."""
-    if isinstance(part, int):
-        return [part]
-    pieces = special_pattern(tuple(names)).split(part)
-    return [names.index(piece) if i % 2 else piece for i, piece in enumerate(pieces) if piece]
 
 
 def _as_segments(parts: list[str | int], names: list[str], specials: dict[str, int]) -> list[str | int]:
