@@ -12,7 +12,7 @@ import checkpoint_files as files
 import pytest
 import reference
 import torch
-from helpers import ROOT, StubTokenizer, close
+from helpers import ROOT, StubTokenizer, close, near
 from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
@@ -122,6 +122,23 @@ def test_llama3_as_meta_computes_it(tmp_path: Path) -> None:
 
 class NoEnd(StubTokenizer):
     n_words, eos_id = 512, None
+
+
+def test_llama3_is_built_from_its_folder(tmp_path: Path) -> None:
+    """With its own tokenizer (256 bytes and 256 specials): several stop ids, one of them as the first token."""
+    pytest.importorskip("tiktoken")
+    figures = golden(SCALED)
+    with Llama.build(
+        str(scaled_by_8(tmp_path)), None, max_seq_len=96, max_batch_size=4, device="cpu", dtype="float32"
+    ) as generator:
+        assert generator.tokenizer.stop_ids == set(figures["stop_tokens"])
+        tokens, logprobs = generator.generate(figures["prompts"], 24, temperature=0, logprobs=True)
+        assert tokens == figures["greedy"] and [] in tokens
+        for found, expected in zip(logprobs or [], figures["greedy_lp"], strict=True):
+            near(found, expected)
+        torch.manual_seed(5)
+        sampled = generator.generate([figures["prompts"][1]], 16, temperature=0.9, top_p=0.8)[0]
+        assert sampled == figures["one_sampled"]
 
 
 @pytest.mark.parametrize("config", ["config.json", "config-v4.json"])
@@ -606,6 +623,13 @@ def test_info_of_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         info(str(folder))
         assert re.search(words, capsys.readouterr().out), words
+
+
+def test_info_says_that_a_tokenizer_has_too_many_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files.write_hf(tmp_path, files.weights())
+    shutil.copy(GOLDEN / "mha" / "tokenizer.model", tmp_path)
+    info(str(tmp_path))
+    assert "360 pieces, stop ids 2; build refuses it: the model has 40 rows)" in capsys.readouterr().out
 
 
 def test_what_info_says_of_divisors() -> None:
