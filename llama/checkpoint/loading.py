@@ -18,7 +18,7 @@ from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
-from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized, weight_scheme
+from ..quantization import SCHEMES, PackedWeight, head_can_embed, pack, pack_quantized, weight_scheme
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
@@ -172,6 +172,9 @@ def load(
             weight = parameters.pop(name)
             layer.set_packed(_packed(checkpoint, rank, world, name, str(scheme), device))
             bar.update(weight.numel() * weight.itemsize)
+        if checkpoint.tied and world == 1 and scheme and head_can_embed(scheme):
+            bar.update(parameters["tok_embeddings.weight"].nbytes)
+            model.tok_embeddings.set_packed(model.output.packed)  # type: ignore[operator, union-attr]
         checkpoint.in_use = True
         with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
             place = partial(_place, checkpoint, rank, world)
@@ -202,8 +205,8 @@ def _packed(
 
 
 def _place(checkpoint: Checkpoint, rank: int, world: int, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Map or fill one parameter, and return it; a tied head waits for the embedding."""
-    if checkpoint.tied and world == 1 and name == "output.weight":
+    """Map or fill one parameter, and return it; a tied head waits for the embedding, or is it already."""
+    if not parameter.numel() or (checkpoint.tied and world == 1 and name == "output.weight"):
         return parameter
     same_type = parameter.device.type == "cpu" and parameter.dtype == checkpoint.dtype(name)
     if same_type and checkpoint.weights[name].codec is None:
@@ -250,7 +253,7 @@ def load_model(
         found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
@@ -260,8 +263,8 @@ def load_model(
 
 def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
     """How the layers' weights are quantized: as asked for, else as the file holds them; None: not at all."""
-    if quantize is not None and quantize not in SCHEMES:
-        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(SCHEMES)} or None")
+    if quantize is not None and (not isinstance(quantize, str) or quantize not in SCHEMES):
+        raise LlamaError(f"quantize={quantize!r:.60} must be one of {', '.join(SCHEMES)} or None")
     if quantize is not None and stored is not None and not quantize.startswith(stored):
         raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
     return quantize or stored

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import LlamaError
-from ..quantization import SCHEMES, weight_scheme
+from ..quantization import SCHEMES, head_can_embed, weight_scheme
 from .table import TABLE, sizes
 
 
@@ -42,16 +42,19 @@ def memory_estimate(
     ranks: int,
     dtype: torch.dtype,
     scheme: str | None = None,
+    tied: bool = False,
 ) -> Memory:
     """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `scheme`
-    is how the layers' weights are quantized.
+    is how the layers' weights are quantized. On one rank a `tied` head and its embedding are in memory once.
     """
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
-    weights = count * dtype.itemsize
+    once = tied and ranks == 1
+    weights = (count - once * embedding) * dtype.itemsize
     if scheme:
         head, layers = (SCHEMES[weight_scheme(name, scheme)].bytes_per_weight for name in ("output.weight", "layers"))
-        weights = int(embedding * (dtype.itemsize + head) + (count - 2 * embedding) * layers)
+        vectors = 0 if once and head_can_embed(scheme) else dtype.itemsize
+        weights = int(embedding * (vectors + head) + (count - 2 * embedding) * layers)
     return Memory(weights, kv_values * dtype.itemsize // ranks)
 
 
@@ -92,9 +95,11 @@ def gigabytes(size: int) -> str:
     return f"{size / 1000:.1f} kB"
 
 
-def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None) -> None:
+def check_memory(
+    args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None, tied: bool = False
+) -> None:
     """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
-    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme)
+    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
     free = free_memory(device)
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
     if free is None or need.total * here <= free:

@@ -42,7 +42,7 @@ def info(
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
-    need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized)
+    need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized, checkpoint.tied)
     parts = f"weights {gigabytes(need.weights)} + KV cache {gigabytes(need.kv_cache)}"
     print(f"{'memory per rank':<16}{gigabytes(need.total)} = {parts}")
     settings = f"{ranks} rank(s), max_seq_len {window}, max_batch_size {max_batch_size}"

@@ -1,11 +1,10 @@
 """The options of `generate`, the completions and the streams, and how they become a `Request`."""
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ..arguments import check_integer, check_size, check_stop_strings, check_token_ids
+from ..arguments import check_integer, check_size, check_stop_strings, check_token_ids, nearest
 from ..errors import LlamaError
 from .request import Request
 from .sampling import Sampling
@@ -45,8 +44,7 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     known = sorted(Options.__annotations__)
     for name in options:
         if name not in known and name not in PUBLISHED:
-            near = difflib.get_close_matches(name, [*known, *PUBLISHED], 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = nearest(str(name), [*known, *PUBLISHED])
             raise TypeError(f"unknown option {name!r}; {hint}there are {', '.join(known)}")
     checked = dict(options)
     if "stop" in checked:
