@@ -59,6 +59,14 @@ def check_number(name: str, value: Any, low: float, high: float, words: str) -> 
     return number
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a bool, as `if value` has it."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several
+        raise LlamaError(f"{name}={value!r:.80} must be True or False") from None
+
+
 def check_list(name: str, value: Any, items: str) -> list[Any]:
     """Whatever can be iterated over but a text or mapping as a list, taken once: a generator would be empty the second
     time.

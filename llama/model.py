@@ -443,9 +443,7 @@ class Transformer(nn.Module):
         """Ids (b, s) to vectors (b, s, d). LlamaError for what is none or outside the vocabulary; ids on a GPU are not
         looked at, which would wait: there an id outside gives NaN, where the kernel would end all CUDA calls.
         """
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            found = (tuple(tokens.shape), tokens.dtype) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")
+        _check_ids(tokens)
         device = self.tok_embeddings.weight.device
         if device.type == "cpu":
             try:
@@ -502,6 +500,16 @@ class Transformer(nn.Module):
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
         visible = torch.arange(kv_len, device=device) <= positions[:, :, None]  # (b, s, kv_len)
         return start_pos, self.freqs_cis[positions], visible[:, None]
+
+
+def _check_ids(tokens: Any) -> None:
+    """LlamaError unless these are ids (b, s), by all that can be seen without their values."""
+    plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.device.type != "meta"
+    if not plain or tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
+        found = type(tokens).__name__
+        if isinstance(tokens, Tensor):
+            found = f"{tokens.dtype}, {tokens.layout}, {tuple(tokens.shape)}, on {tokens.device}"
+        raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")
 
 
 def _as_position(start_pos: Any) -> int:

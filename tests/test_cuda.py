@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from simcuda import DeviceAssert, Pretend, why_not
 from torch import Tensor
 
 from llama import Llama, LlamaError
+from llama.checkpoint.memory import graph_memory
 from llama.distributed import initialize_groups, linear_layers, pick_device, pick_dtype
+from llama.engine.compiled import StaticDecoder, graph_rows
 from llama.quantization import dequantize, pack, quantize_int4
 from llama.serving import Conversation
 
@@ -374,6 +377,29 @@ def test_graphs_are_dropped_at_close(cuda: Pretend) -> None:
     generator.close()
     assert not decoder._graphs
     assert generator.generate(PROMPTS, 4, **GREEDY) == wanted  # captured anew
+
+
+def test_graphs_are_in_the_forecast(cuda: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that holds the model and its cache, but not what `compile=True` may capture."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (20 << 20, 20 << 20))
+    with built(device="cuda:1"):
+        pass
+    with pytest.raises(LlamaError, match=r"\+ CUDA graphs 3\d\.\d+ MB \(compile=True\) = "):
+        build_golden(device="cuda:1", backend="gloo", compile=True)
+
+
+def test_the_forecast_knows_every_graph(cuda: Pretend) -> None:
+    """By the decoder's own rule for rows and lengths, and its bytes at the 7b shape by hand."""
+    params = dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=None, vocab_size=32000, multiple_of=256)  # noqa: C408
+    for rows, window in ((1, 8), (4, 256), (6, 300), (5, 1000), (32, 4096)):
+        decoder: Any = StaticDecoder.__new__(StaticDecoder)
+        decoder.model = SimpleNamespace(params=SimpleNamespace(max_batch_size=rows, max_seq_len=window))
+        decoder._device = torch.device("cuda", 1)
+        shapes = {decoder._bucket(n, length) for n in range(1, rows + 1) for length in range(1, window + 1)}
+        assert sorted(graph_rows(decoder._device, rows, window)) == sorted(n for n, _ in shapes)
+        assert graph_rows(torch.device("cpu"), rows, window) == []
+    found = graph_memory({**params, "ffn_dim_multiplier": None}, 1, torch.bfloat16, [1, 2])
+    assert found == 4 * 32000 * 3 + 2 * 2 * (32000 + 4 * 4096 + 3 * 11008) + 2**25
 
 
 def test_int8_is_compiled_with_what_fuses_it(cuda: Pretend) -> None:

@@ -556,6 +556,20 @@ RAW: dict[str, Callable[[Llama], Any]] = {
     "0-d id": lambda g: g.model.forward(torch.tensor(1), 0),
     "3-d ids": lambda g: g.model.forward(torch.tensor([[[1]]]), 0),
     "a list of ids": lambda g: g.model.forward([[1, 5]], 0),
+    "no ids": lambda g: g.model.forward(torch.zeros(1, 0, dtype=torch.long), 0),
+    "no rows": lambda g: g.model.forward(torch.zeros(0, 3, dtype=torch.long), 0),
+    "sparse ids": lambda g: g.model.forward(torch.tensor([[1]]).to_sparse(), 0),
+    "meta ids": lambda g: g.model.forward(torch.tensor([[1]], device="meta"), 0),
+    "logprobs": lambda g: g.generate([[1]], 2, logprobs=np.array([1, 2])),  # type: ignore[arg-type]
+    "echo": lambda g: g.generate([[1]], 2, echo=np.array([1, 2])),  # type: ignore[arg-type]
+    "details": lambda g: g.generate([[1]], 2, details=np.array([1, 2])),  # type: ignore[typeddict-item]
+    "progress": lambda g: g.text_completion(["a"], progress=np.array([1, 2])),  # type: ignore[typeddict-item]
+    "logprobs of a stream": lambda g: g.stream([[1]], logprobs=np.array([1, 2])),  # type: ignore[arg-type]
+    "keep_space": lambda g: g.text_completion(["a"], keep_space=np.array([1, 2])),  # type: ignore[arg-type]
+    "drop_oldest": lambda g: g.chat_completion([USER], drop_oldest=np.array([1, 2])),  # type: ignore[arg-type]
+    "compile": lambda g: build_golden(compile=np.array([1, 2])),
+    "dtype array": lambda g: build_golden(dtype=np.array([1, 2])),
+    "device meta": lambda g: build_golden(device="meta"),
     "start_pos None": lambda g: g.model.forward(torch.tensor([[1]]), None),
     "start_pos 0.5": lambda g: g.model.forward(torch.tensor([[1]]), 0.5),
     "start_pos text": lambda g: g.model.forward(torch.tensor([[1]]), "0"),

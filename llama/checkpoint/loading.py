@@ -4,7 +4,7 @@ Opening reads headers only; values are mapped, and read when a rank takes its pa
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -241,8 +241,9 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     quantize: str | None = None,
+    graph_rows: Sequence[int] = (),
 ) -> Transformer:
-    """This rank's part of the checkpoint in a new model."""
+    """This rank's part of the checkpoint in a new model; `graph_rows` are of the CUDA graphs that are to come."""
     for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
@@ -253,7 +254,7 @@ def load_model(
         found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, graph_rows)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
