@@ -10,7 +10,7 @@ import torch
 
 from ..errors import LlamaError
 from ..quantization import SCHEMES, head_can_embed, weight_scheme
-from .table import TABLE, sizes
+from .table import sizes, specs
 
 
 class Memory(NamedTuple):
@@ -26,11 +26,13 @@ class Memory(NamedTuple):
         return self.weights + self.kv_cache + self.graphs
 
 
-def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
-    """Weights on each rank: the norms whole, everything else in `ranks` parts. `vocab_size` must be known."""
+def count_parameters(params: Mapping[str, Any], ranks: int = 1, tied: bool = False) -> int:
+    """Weights on each rank: the norms whole, everything else in `ranks` parts; a tied head is the embedding, but for
+    several ranks, which shard the two otherwise. `vocab_size` must be known.
+    """
     numbers = sizes(params)
-    count = 0
-    for spec in TABLE:
+    count = -numbers["vocab"] * numbers["dim"] if tied and ranks == 1 else 0
+    for spec in specs(params):
         values = math.prod(numbers[size] for size in spec.shape) * (params["n_layers"] if "{}" in spec.key else 1)
         count += values if spec.axis is None else values // ranks
     return count
@@ -51,7 +53,7 @@ def memory_estimate(
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
     count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
     once = tied and ranks == 1
-    weights = (count - once * embedding) * dtype.itemsize
+    weights = count_parameters(params, ranks, tied) * dtype.itemsize
     if scheme:
         head, layers = (SCHEMES[weight_scheme(name, scheme)].bytes_per_weight for name in ("output.weight", "layers"))
         vectors = 0 if once and head_can_embed(scheme) else dtype.itemsize
