@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import MAX_JSON, format_error, read_head
+from .files import MAX_JSON, format_error, parse_json, read_head
 from .mapping import map_file, tensor_at, write_tensor
 
 DTYPES = {
@@ -44,8 +44,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
     try:
-        table = json.loads(header.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        table = parse_json(header)
+    except ValueError as error:
         raise format_error(path, f"a header that is no JSON ({error})", expected) from error
     extents = _check_header(path, table, size - 8 - length)
     storage, data = map_file(path), 8 + length

@@ -82,11 +82,15 @@ class Stream(Generic[T]):
         self._items = items
         self.rows, self.request = rows, request
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[T]:
+        return self._items  # a KeyboardInterrupt within a loop then ends them: no call of ours stands in between
 
     def __next__(self) -> T:
-        return next(self._items)
+        try:
+            return next(self._items)
+        except KeyboardInterrupt:  # it may have come before they went on
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the stream and free the model. Idempotent."""
