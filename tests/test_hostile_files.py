@@ -142,6 +142,15 @@ def test_two_directories(meta: Path) -> None:
     refused(meta, "zip64 records do not follow")
 
 
+@pytest.mark.parametrize("field", [4, 6, 8])
+def test_one_disk_of_several(meta: Path, field: int) -> None:
+    path = meta / "consolidated.00.pth"
+    data = bytearray(path.read_bytes())
+    data[len(data) - 22 + field] += 1
+    path.write_bytes(data)
+    refused(meta, "several parts")
+
+
 def test_an_old_file_without_one_of_its_storages(meta: Path) -> None:
     """torch leaves such a tensor as the heap was."""
     path = meta / "consolidated.00.pth"

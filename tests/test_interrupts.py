@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import os
 import random
 import signal
@@ -46,7 +47,11 @@ class Lines:
             sys.settrace(None)
 
     def _enter(self, frame: Any, event: str, argument: Any) -> Any:
-        return self._line(frame, event, None) if frame.f_code.co_filename.startswith(SOURCES) else None
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:  # raised here, it would pass by handlers that are in force
+            return self._line
+        return self._line(frame, event, None)
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
         if event in ("line", "call"):

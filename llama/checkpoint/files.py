@@ -62,7 +62,7 @@ def read_head(path: Path, expected: str) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """The value of JSON in UTF-8. ValueError, also for a key twice in one object: readers differ in which one counts."""
+    """The value of JSON in UTF-8. ValueError, also for a key twice in one object: readers differ in which counts."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)

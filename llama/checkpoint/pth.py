@@ -135,6 +135,8 @@ def _check_end(file: BinaryIO, size: int) -> None:
     end = struct.unpack("<4s4H2LH", tail[-22:])
     if end[0] != b"PK\5\6" or end[7]:
         raise zipfile.BadZipFile("it does not end with the end of its directory")
+    if end[1] or end[2] or end[3] != end[4]:
+        raise zipfile.BadZipFile("one of an archive's several parts")
     before, length, start, count = size - 22, *end[5:7], end[4]
     if tail[-42:-38] == b"PK\6\7":
         at = struct.unpack("<LQL", tail[-38:-22])[1]
