@@ -35,7 +35,8 @@ from llama.errors import LlamaError
 from llama.quantization.codecs import quantize_int4, quantize_int8
 
 SLACK = 64_000_000  # bytes
-SECONDS = 5  # of CPU time; twelve times that on the clock ends the child
+SECONDS = 5.0  # of CPU time
+PATIENCE = 60  # seconds on the clock, which end the child
 BATCH = 250  # mutations for each child
 MOST_BYTES = 64  # that a mutation of bytes anywhere changes and leaves in place
 LONGEST = 1200  # characters of a message, the path included
@@ -177,6 +178,11 @@ def load(path: Path) -> None:
         checkpoint.read(name).sum()
 
 
+def load_once(path: Path) -> None:
+    """What is made once for a process is not the file's: the parent makes it, before it forks."""
+    load(path)
+
+
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Every tensor in what a reader gives, by its place."""
     for key, item in value.items() if isinstance(value, dict) else ():
@@ -273,7 +279,7 @@ def _child(found: list[Target], first: int, last: int, seed: int, folder: Path, 
     warmed = memory("VmRSS")
     with log.open("w") as file:
         for index in range(first, last):
-            signal.alarm(12 * SECONDS)  # no handler: it ends the process, in C code too
+            signal.alarm(PATIENCE)  # no handler: it ends the process, in C code too
             record = run_one(mutations.Dice(f"{seed}-{index}"), found[index % len(found)], folder, warmed)
             signal.alarm(0)
             file.write(json.dumps(record) + "\n")
@@ -287,7 +293,7 @@ def run(count: int, seed: int = 0, only: str = "") -> Ends:
         folder, log, work = Path(name), Path(name) / "log", Path(name) / "work"
         found, index = [target for target in targets(folder) if only in target.file.name], 0
         for target in found:
-            load(target.root)  # what is made once for a process is not the file's
+            load_once(target.root)
         while index < count:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()

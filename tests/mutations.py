@@ -7,6 +7,7 @@ import io
 import json
 import pickletools
 import random
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -137,7 +138,7 @@ def _directory(rng: Dice, data: bytes) -> bytes:
         "entry's header": (b"PK\3\4", (6, 8, 18, 22, 26, 28)),
         "end of directory": (b"PK\5\6", (8, 10, 12, 16, 20)),
     }[kind]
-    places = [i for i in range(len(data) - 46) if data[i : i + 4] == mark] or [len(data) - 22]
+    places = [found.start() for found in re.finditer(re.escape(mark), data[:-18])]
     at = rng.choice(places) + rng.choice(fields)
     size = rng.choice([2, 4])
     near = int.from_bytes(data[at : at + size], "little") + rng.choice([-64, -4, -1, 1, 4, 64])

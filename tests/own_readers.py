@@ -5,7 +5,6 @@ Nothing of the package is used: weights by Meta's keys, in Meta's order, to comp
 
 import json
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ def container(path: Path) -> Any:
     """What torch or safetensors reads from one file."""
     if path.suffix == ".safetensors":
         return load_file(path)
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    return torch.load(path, weights_only=True, map_location="cpu")  # not mapped: that checks no lengths
 
 
 def weights(path: Path) -> dict[str, Tensor]:

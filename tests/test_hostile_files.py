@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import pickle
 import pickletools
+import signal
 import struct
 import time
 import tracemalloc
@@ -19,7 +21,8 @@ import pytest
 import torch
 
 from llama import Tokenizer
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import hf as hf_format
+from llama.checkpoint import llama2c, mapping, open_checkpoint, pth
 from llama.checkpoint.pth import read_pth
 from llama.errors import LlamaError
 
@@ -273,3 +276,51 @@ def test_damage_ends_in_an_error_or_a_right_load(count: int) -> None:
     ends = fuzz_checkpoints.run(count, seed=count)
     assert sum(ends.files.values()) == count and not ends.bad
     assert all(sum(n for (_, end), n in ends.kinds.items() if end == kind) > count // 10 for kind in ("error", "load"))
+
+
+def _unchecked_tensor(tensors: Any, record: Any) -> torch.Tensor:
+    """Without a check of lengths: a record's first bytes, then what follows it in the file."""
+    start = tensors._extents[record.storage.key].start
+    storage = tensors._file[start : start + record.storage.size]
+    return torch.empty(0, dtype=record.dtype).set_(storage, record.offset, record.shape, record.strides)
+
+
+def _takes_memory(path: Path) -> Any:
+    torch.zeros(40_000_000)
+    return open_checkpoint(path)
+
+
+def _dies(path: Path) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raises(path: Path) -> Any:
+    raise KeyError(path)
+
+
+def _one_value_off(*args: Any) -> torch.Tensor:
+    return mapping.tensor_at(args[0], args[1] - 4, *args[2:])
+
+
+PLANTED: dict[str, tuple[str, str, Any, str, Any]] = {
+    "lengths": ("consolidated.01.pth", "WRONG WEIGHTS", pth._Tensors, "_tensor", _unchecked_tensor),
+    "heads": ("model.safetensors", "WRONG WEIGHTS", hf_format, "rotary_heads", lambda name, params: 0),
+    "places": ("v0.bin", "WRONG WEIGHTS", llama2c, "tensor_at", _one_value_off),
+    "memory": ("v1.bin", "MEMORY", fuzz_checkpoints, "open_checkpoint", _takes_memory),
+    "signal": ("v1.bin", "SIGNAL", fuzz_checkpoints, "open_checkpoint", _dies),
+    "exception": ("v1.bin", "FOREIGN", fuzz_checkpoints, "open_checkpoint", _raises),
+    "time": ("v1.bin", "SLOW", fuzz_checkpoints, "SECONDS", 1e-9),
+    "message": ("v1.bin", "BAD MESSAGE", fuzz_checkpoints, "LONGEST", 9),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_mutator_notices(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A fault in our readers, planted, for each end that the mutator calls bad."""
+    file, end, *fault = PLANTED[name]
+    monkeypatch.setattr(*fault)
+    monkeypatch.setattr(fuzz_checkpoints, "load_once", lambda path: None)
+    assert set(
+        fuzz_checkpoints.run({"lengths": 120, "memory": 2, "signal": 2}.get(name, 20), seed=1, only=file).bad
+    ) >= {end}
