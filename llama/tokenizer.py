@@ -20,6 +20,7 @@ except ImportError as error:
     ) from error
 
 from .errors import LlamaError
+from .proto_check import check_proto
 
 logger = logging.getLogger("llama")
 SentencePieceProcessor: Any = sentencepiece.SentencePieceProcessor  # programs look for it here
@@ -206,7 +207,9 @@ def _read_vocabulary(path: Path) -> Any:
     if problem is not None:
         raise LlamaError(f"{path} {problem}")
     try:
-        return _processor(_from_llama2c(data) if data[8:17] == b"\5\0\0\0<unk>" else data)
+        proto = _from_llama2c(data) if data[8:17] == b"\5\0\0\0<unk>" else data
+        check_proto(proto)
+        return _processor(proto)
     except Exception as error:  # SentencePiece's own errors have no common class
         found = error if isinstance(error, ValueError) else f"{len(data)} bytes that SentencePiece cannot read"
         raise LlamaError(

@@ -154,6 +154,15 @@ def test_one_disk_of_several(meta: Path, field: int) -> None:
     refused(meta, "several parts")
 
 
+def test_a_record_that_is_a_folder(meta: Path) -> None:
+    """torch leaves its tensor as the heap was."""
+    path = meta / "consolidated.00.pth"
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2", 0, data.index(b"/data/3", data.index(b"PK\1\2"))) + 38] |= 0x10
+    path.write_bytes(data)
+    refused(meta, "data/3' is a folder")
+
+
 def test_an_old_file_without_one_of_its_storages(meta: Path) -> None:
     """torch leaves such a tensor as the heap was."""
     path = meta / "consolidated.00.pth"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LlamaError
+from ..proto_check import check_proto
 from ..tokenizer import SentencePieceProcessor
 from .checkpoint import Checkpoint
 from .files import read_json
@@ -59,8 +60,10 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
     if path is None or path.suffix != ".model":
         return None
     try:
-        return SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError):
+        data = path.read_bytes()
+        check_proto(data)
+        return SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, OSError, ValueError):
         return None
 
 

@@ -168,6 +168,8 @@ def _check_entry(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
     if header[:4] != b"PK\3\4" or file.read(name_length) != name:
         raise zipfile.BadZipFile(f"{entry.filename!r:.80} is not where the directory says")
+    if entry.is_dir() or entry.external_attr & 0x10:  # torch would leave its tensor as the heap was
+        raise zipfile.BadZipFile(f"{entry.filename!r:.80} is a folder")
     start: int = entry.header_offset + 30 + name_length + extra_length
     file.seek(start + entry.file_size)
     if file.read(2) != b"PK":
