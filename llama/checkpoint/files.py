@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LlamaError
 
@@ -59,6 +59,35 @@ def read_head(path: Path, expected: str) -> bytes:
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         raise format_error(path, "a web page (HTML), as a failed or refused download leaves it", expected)
     return head
+
+
+class Stamp(NamedTuple):
+    """What tells that a file is the one it was, and has not been written to."""
+
+    device: int
+    inode: int
+    size: int
+    written: int  # in nanoseconds
+
+
+def stamp(path: Path) -> Stamp | None:
+    """The file's as it is now; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def one_version(path: Path) -> Iterator[None]:
+    """LlamaError where the file was replaced or written to within: header and values would be of two versions."""
+    before = stamp(path)
+    yield
+    if stamp(path) != before:
+        raise format_error(
+            path, "the file changed while it was read", "one that nobody writes: try again once it is whole"
+        )
 
 
 def parse_json(data: bytes) -> Any:

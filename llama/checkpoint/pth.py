@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LlamaError
-from .files import format_error, read_head
+from .files import format_error, one_version, read_head
 from .mapping import map_file
 from .pickle_scan import MAX_BYTES, PickleProblem, Reader, StorageRecord, TensorRecord
 
@@ -40,9 +40,10 @@ def read_pth(path: Path) -> tuple[Any, bool]:
     if not zipped and not head.startswith(b"\x80"):
         raise format_error(path, f"it begins with {head[:8]!r}, so it is no PyTorch file", EXPECTED)
     try:
-        with path.open("rb") as file:
-            value, extents = _read_zip(path, file) if zipped else _read_old(file, path.stat().st_size)
-        return _Tensors(path, extents, zipped).made(value)
+        with one_version(path):
+            with path.open("rb") as file:
+                value, extents = _read_zip(path, file) if zipped else _read_old(file, path.stat().st_size)
+            return _Tensors(path, extents, zipped).made(value)
     except LlamaError:
         raise
     except PickleProblem as error:

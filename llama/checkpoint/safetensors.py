@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import MAX_JSON, format_error, parse_json, read_head
+from .files import MAX_JSON, format_error, one_version, parse_json, read_head
 from .mapping import map_file, tensor_at, write_tensor
 
 DTYPES = {
@@ -35,6 +35,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     The header is checked first: positions, sizes, no gap, no overlap.
     """
     expected = "a safetensors file (8 bytes of header length, a JSON header, the tensors)"
+    with one_version(path):
+        return _read(path, expected)
+
+
+def _read(path: Path, expected: str) -> tuple[dict[str, Tensor], bool]:
     head = read_head(path, expected)
     size = path.stat().st_size
     length = int.from_bytes(head[:8], "little")
