@@ -13,7 +13,16 @@ from typing_extensions import Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
-from .arguments import check_integer, check_layers, check_list, check_prompts, check_size, check_sizes, check_text
+from .arguments import (
+    check_flag,
+    check_integer,
+    check_layers,
+    check_list,
+    check_prompts,
+    check_size,
+    check_sizes,
+    check_text,
+)
 from .chat import (
     B_INST,
     B_SYS,
@@ -29,14 +38,14 @@ from .chat import (
     pick_format,
 )
 from .engine.cache import cache_state
-from .engine.compiled import StaticDecoder, compile_model
+from .engine.compiled import StaticDecoder, compile_model, graph_rows
+from .engine.dialogs import chat_answers, chat_prompts
 from .engine.options import Options, as_published, check_options, make_request, prompt_budget, with_details
 from .engine.request import Request, Step
 from .engine.results import (
     ChatPrediction,
     CompletionPrediction,
     Stream,
-    chat_answers,
     collect,
     details,
     refusal,
@@ -121,6 +130,7 @@ class Llama:
         with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
+        compile = check_flag("compile", compile)
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
         place = distributed.pick_device(device)
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
@@ -130,9 +140,8 @@ class Llama:
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
                 chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
                 sizes = check_sizes(max_seq_len, max_batch_size)
-                kind: dict[str, Any] = {"dtype": distributed.pick_dtype(dtype, place), "quantize": quantize}
-                n_words = getattr(tokenizer, "n_words", 1)
-                model = checkpoints.load_model(checkpoint, vocab_size=n_words, device=place, **sizes, **kind)
+                sizes["vocab_size"] = getattr(tokenizer, "n_words", 1)
+                model = _load_model(checkpoint, sizes, place, dtype, quantize, compile)
                 decoder = compile_model(model) if compile else None
                 generator = Llama(model, tokenizer, decoder=decoder, chat_format=chat, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
@@ -205,12 +214,12 @@ class Llama:
         `echo`; a stop token is not among it. Log-probabilities are natural, of the raw logits; a prompt's first is 0.0.
         With `details=True` a third value, one dict per prompt. Any number of prompts; LlamaError for what cannot be.
         """
-        given = check_options(options)
+        given, echo, logprobs = check_options(options), check_flag("echo", echo), check_flag("logprobs", logprobs)
         if given.get("top_logprobs") and not given.get("details"):
             raise LlamaError(f"top_logprobs={given['top_logprobs']} needs details=True, which holds them")
         settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **given}
         scheduler = self._schedule(prompt_tokens, max_gen_len, echo and logprobs, **settings)
-        bar = tqdm(total=len(scheduler.rows), disable=not options.get("progress"), unit="prompt")
+        bar = tqdm(total=len(scheduler.rows), disable=not given.get("progress"), unit="prompt")
         with bar:
             bar.update(sum(row.finish_reason is not None for row in scheduler.rows))  # prompts that fill the window
             for step in cache_state(self).lock.hold(scheduler.steps):
@@ -218,7 +227,7 @@ class Llama:
         request = scheduler.request
         tokens, scores = collect(scheduler.rows, request, echo)
         result = (tokens, scores if logprobs else None)
-        return (*result, [details(row, request, echo) for row in scheduler.rows]) if options.get("details") else result
+        return (*result, [details(row, request, echo) for row in scheduler.rows]) if given.get("details") else result
 
     def stream(
         self,
@@ -266,7 +275,7 @@ class Llama:
         """
         listed = check_list("prompts", prompts, "texts")
         prompt_tokens = [_encode_prompt(self.tokenizer, row, text) for row, text in enumerate(listed)]
-        given = check_options(options)
+        given, keep_space = check_options(options), check_flag("keep_space", keep_space)
         results = self.generate(
             prompt_tokens=prompt_tokens,
             max_gen_len=as_published(self.model.params, max_gen_len),
@@ -346,28 +355,23 @@ class Llama:
         `drop_oldest=True` leaves out the oldest turns that do not fit; "dropped" in the details counts the messages.
         """
         listed = check_list("dialogs", dialogs, "dialogs, each a list of messages")
-        given = check_options(options)
-        for i, dialog in enumerate(listed):
-            self.chat_format.check(dialog, i)
-        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]
-        dropped = dict.fromkeys(safe, 0)
-        for i in safe if drop_oldest else ():
-            budget = prompt_budget(self.model.params.max_seq_len, max_gen_len)
-            listed[i], dropped[i] = self.chat_format.truncate(self.tokenizer, listed[i], budget)
-        prompts = [self.chat_format.encode(self.tokenizer, listed[i], i) for i in safe]
+        given, keep_space = check_options(options), check_flag("keep_space", keep_space)
+        window = self.model.params.max_seq_len
+        budget = prompt_budget(window, max_gen_len) if check_flag("drop_oldest", drop_oldest) else None
+        prompts, dropped = chat_prompts(self.chat_format, self.tokenizer, listed, budget)
         if not prompts:  # the settings are checked all the same
             self._schedule([], max_gen_len, False, temperature=temperature, top_p=top_p, logprobs=logprobs, **given)
             return [refusal(UNSAFE_ERROR, logprobs, given) for _ in listed]
         results = self.generate(
-            prompt_tokens=prompts,
+            prompt_tokens=list(prompts.values()),
             max_gen_len=as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
             **with_details(given),
         )
-        counted = dropped if drop_oldest and given.get("details") else {}
-        answers = chat_answers(dict(zip(safe, texts(self.tokenizer, results, given, keep_space), strict=True)), counted)
+        found = dict(zip(prompts, texts(self.tokenizer, results, given, keep_space), strict=True))
+        answers = chat_answers(found, dropped if given.get("details") else {})
         return [answers[i] if i in answers else refusal(UNSAFE_ERROR, logprobs, given) for i in range(len(listed))]
 
     def stream_chat(
@@ -424,6 +428,19 @@ class Llama:
         scoring.check_pooling(pooling)
         states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
+
+
+def _load_model(
+    checkpoint: checkpoints.Checkpoint,
+    sizes: dict[str, Any],
+    place: torch.device,
+    dtype: Any,
+    quantize: Any,
+    compile: bool,
+) -> Transformer:
+    kind = distributed.pick_dtype(dtype, place)
+    graphs = graph_rows(place, sizes["max_batch_size"], sizes["max_seq_len"]) if compile else ()
+    return checkpoints.load_model(checkpoint, device=place, dtype=kind, quantize=quantize, graph_rows=graphs, **sizes)
 
 
 def _check_ranks(size: Any) -> int | None:
