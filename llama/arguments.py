@@ -59,12 +59,6 @@ def check_number(name: str, value: Any, low: float, high: float, words: str) -> 
     return number
 
 
-def check_sizes(max_seq_len: Any, max_batch_size: Any) -> dict[str, Any]:
-    """The two sizes of a cache, by name."""
-    sizes = {"max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
-    return {name: check_size(name, value) for name, value in sizes.items()}
-
-
 def check_flag(name: str, value: Any) -> bool:
     """`value` as a bool, as `if value` has it."""
     try:

@@ -13,16 +13,7 @@ from typing_extensions import Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
-from .arguments import (
-    check_flag,
-    check_integer,
-    check_layers,
-    check_list,
-    check_prompts,
-    check_size,
-    check_sizes,
-    check_text,
-)
+from .arguments import check_flag, check_integer, check_layers, check_list, check_prompts, check_size, check_text
 from .chat import (
     B_INST,
     B_SYS,
@@ -56,6 +47,7 @@ from .engine.results import (
 )
 from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
+from .engine.text import encode_all, encode_prompt
 from .errors import LlamaError
 from .infilling import InfillingPrediction, infill
 from .model import ModelArgs, Transformer, fs_init  # noqa: F401
@@ -139,9 +131,8 @@ class Llama:
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir)
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
                 chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
-                sizes = check_sizes(max_seq_len, max_batch_size)
-                sizes["vocab_size"] = getattr(tokenizer, "n_words", 1)
-                model = _load_model(checkpoint, sizes, place, dtype, quantize, compile)
+                rows, window = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
+                model = _load_model(checkpoint, tokenizer, window, rows, place, dtype, quantize, compile)
                 decoder = compile_model(model) if compile else None
                 generator = Llama(model, tokenizer, decoder=decoder, chat_format=chat, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
@@ -274,7 +265,7 @@ class Llama:
         prompt + generation reads right; further options as in `Options`. Errors as in `generate`.
         """
         listed = check_list("prompts", prompts, "texts")
-        prompt_tokens = [_encode_prompt(self.tokenizer, row, text) for row, text in enumerate(listed)]
+        prompt_tokens = [encode_prompt(self.tokenizer, row, text) for row, text in enumerate(listed)]
         given, keep_space = check_options(options), check_flag("keep_space", keep_space)
         results = self.generate(
             prompt_tokens=prompt_tokens,
@@ -303,7 +294,7 @@ class Llama:
         """`text_completion` of one prompt in chunks: joined, they are its "generation" for the same seed."""
         text = check_text("prompt", prompt, "stream_text takes one text")
         settings = {"temperature": temperature, "top_p": top_p, **options}
-        return self.stream_prompt(_encode_prompt(self.tokenizer, 0, text), max_gen_len, keep_space, settings)
+        return self.stream_prompt(encode_prompt(self.tokenizer, 0, text), max_gen_len, keep_space, settings)
 
     def stream_prompt(
         self, prompt: list[int] | None, max_gen_len: int | None, keep_space: bool, settings: Any, reuse: bool = False
@@ -400,7 +391,7 @@ class Llama:
 
         `prefill_chunk` as in `Options`. LlamaError for what cannot be a prompt.
         """
-        return scoring.score(self.generate, _encode_all(self.tokenizer, prompts), prefill_chunk)
+        return scoring.score(self.generate, encode_all(self.tokenizer, prompts), prefill_chunk)
 
     def hidden_states(
         self,
@@ -426,37 +417,34 @@ class Llama:
         `prefill_chunk` as in `Options`. LlamaError for another `pooling` than "mean" and "last".
         """
         scoring.check_pooling(pooling)
-        states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
+        states = self.hidden_states(encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
 
 
 def _load_model(
-    checkpoint: checkpoints.Checkpoint,
-    sizes: dict[str, Any],
+    checkpoint: Any,
+    tokenizer: Any,
+    window: int,
+    rows: int,
     place: torch.device,
     dtype: Any,
     quantize: Any,
     compile: bool,
 ) -> Transformer:
-    kind = distributed.pick_dtype(dtype, place)
-    graphs = graph_rows(place, sizes["max_batch_size"], sizes["max_seq_len"]) if compile else ()
-    return checkpoints.load_model(checkpoint, device=place, dtype=kind, quantize=quantize, graph_rows=graphs, **sizes)
+    return checkpoints.load_model(
+        checkpoint,
+        vocab_size=getattr(tokenizer, "n_words", 1),
+        max_seq_len=window,
+        max_batch_size=rows,
+        device=place,
+        dtype=distributed.pick_dtype(dtype, place),
+        quantize=quantize,
+        graph_rows=graph_rows(place, rows, window) if compile else (),
+    )
 
 
 def _check_ranks(size: Any) -> int | None:
     return None if size is None else check_size("model_parallel_size", size)
-
-
-def _encode_prompt(tokenizer: Any, row: int, prompt: Any) -> list[int]:
-    text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
-    if text.endswith(" "):
-        logger.warning("prompt %d ends in a space: the next token usually brings its own, so text may read worse", row)
-    return tokenizer.encode(text, bos=True, eos=False)  # type: ignore[no-any-return]
-
-
-def _encode_all(tokenizer: Any, prompts: Any) -> list[list[int]]:
-    listed = check_list("prompts", prompts, "texts or of lists of token ids")
-    return [tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in listed]
 
 
 def _check_prompts(params: Any, prompt_tokens: Any) -> list[list[int]]:

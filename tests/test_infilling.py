@@ -96,7 +96,7 @@ def test_the_end_piece_ends_it(llama: Llama, tokenizer: Tokenizer) -> None:
     [result] = llama.text_infilling(["a"], ["b"], logit_bias={end: 100.0}, details=True)
     assert result["generation"] == "" and result["full_text"] == "ab"
     assert (result["finish_reason"], result["completion_tokens"]) == ("stop", 0)
-    [result] = llama.text_infilling(["a"], ["b"], logit_bias={end: -100.0}, details=True, stop_ids=[])
+    [result] = llama.text_infilling(["a"], ["b"], logit_bias={end: -100.0, 2: -100.0}, details=True, stop_ids=[])
     assert result["finish_reason"] == "length" and result["completion_tokens"] == WINDOW - result["prompt_tokens"]
     [[row]] = [llama.generate([[1, 5]], 1, temperature=0, logit_bias={end: 100.0})[0]]
     assert row == [end], "only infilling ends there"
