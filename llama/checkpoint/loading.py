@@ -178,6 +178,7 @@ def load(
             place = partial(_place, checkpoint, rank, world)
             for weight in pool.map(place, parameters, parameters.values()):
                 bar.update(weight.numel() * weight.itemsize)
+    checkpoint.check_unchanged()
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
     for parameter in parameters.values() if device is not None else ():
