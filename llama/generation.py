@@ -122,8 +122,7 @@ class Llama:
         with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
-        compile = check_flag("compile", compile)
-        seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
+        compile, seed = check_flag("compile", compile), check_integer("seed", seed, -(2**63), "an integer of 64 bits")
         place = distributed.pick_device(device)
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
