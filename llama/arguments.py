@@ -3,6 +3,7 @@ the argument, its value, the limit and the next step.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from operator import index
 from typing import Any
@@ -129,3 +130,13 @@ def check_layers(layers: Any, n_layers: int) -> list[int]:
         if not -1 <= layer < n_layers:
             raise LlamaError(f"layers names {layer}; blocks go from 0 to {n_layers - 1}, -1 is after the final norm")
     return listed
+
+
+def environment_integer(name: str, default: str) -> int:
+    """A variable as torchrun sets it, an integer from 0 up. LlamaError where it is something else."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise LlamaError(
+            f"the environment says {name}={text!r:.60}, which must be an integer: unset it, or use torchrun"
+        )
+    return int(text)

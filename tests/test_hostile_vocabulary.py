@@ -11,7 +11,7 @@ import sentencepiece
 from llama import Tokenizer
 from llama.checkpoint.companions import read_vocabulary
 from llama.errors import LlamaError
-from llama.proto_check import check_proto
+from llama.vocabulary.proto_check import check_proto
 
 DEMO = Path(__file__).resolve().parent.parent / "checkpoints" / "demo" / "tokenizer.model"
 TEXTS = ["Hello w\u00f6rld", "\uff3bINST\uff3d \u00bd \ufb01 caf\u00e9", "\u4f60\u597d"]

@@ -23,8 +23,8 @@ from helpers import StubModel, StubTokenizer, build_golden
 import llama.distributed
 import llama.model
 from llama import Llama, ModelArgs
-from llama.checkpoint import open_checkpoint
 from llama.checkpoint import memory as memories
+from llama.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -169,8 +169,8 @@ def loaded(patch: pytest.MonkeyPatch, folder: Path) -> str:
 @message
 def tokenizer(patch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("params.json", "consolidated.00.pth"):
-        shutil.copy(DEMO / name, folder)
-    build_golden(ckpt_dir=str(folder))
+        shutil.copy(ROOT / "tests" / "golden" / "mha" / name, folder)
+    build_golden(ckpt_dir=str(folder), tokenizer_path=str(DEMO / "tokenizer.model"))
 
 
 @message
