@@ -150,17 +150,18 @@ def _attend_one(grouped: Tensor, keys: Tensor, values: Tensor, visible: Tensor |
 
 
 def _with_non_finite(output: Tensor, xq: Tensor, xk: Tensor) -> Tensor:
-    """`output` (b, s, h, k), NaN where the same token's query (b, s, h, k) or key (b, s, g, k) is not finite or has a
-    squared length beyond float32.
+    """`output` (b, s, h, k), NaN where the score of a query (b, s, h, k) with its own token's key (b, s, g, k) is not
+    finite.
 
-    torch's CPU attention gives 0 for a query that is NaN throughout or whose scores are all -inf, and leaves out a key
-    of -inf: the model would go on with plausible numbers. A score is no larger than the longer vector's square
-    (Cauchy-Schwarz), and 0 * NaN and 0 * inf are NaN.
+    torch's CPU attention gives 0 for a query that is NaN throughout or whose scores are all -inf, its own among them,
+    and leaves out a key of -inf: the model would go on with plausible numbers. 0 * NaN and 0 * inf are NaN.
     """
-    queries = torch.linalg.vector_norm(xq.detach(), dim=-1, dtype=torch.float32)  # (b, s, h)
-    keys = torch.linalg.vector_norm(xk.detach(), dim=-1, dtype=torch.float32)  # (b, s, g)
-    lengths = queries.view(*keys.shape, -1) + keys.unsqueeze(-1)  # (b, s, g, h/g)
-    return output + (lengths.flatten(2) * 0).unsqueeze(-1).type_as(output)  # type: ignore[no-any-return]
+    shape = (*xk.shape[:3], -1, xk.shape[3])  # (b, s, g, h/g, k)
+    if xq.dtype == torch.float16:  # scores are added up in float32, where they are finite
+        scores = (xq.float().view(shape) * xk.float().unsqueeze(3)).sum(-1, keepdim=True).mul(0).half()
+    else:
+        scores = (xq.view(shape) * xk.unsqueeze(3)).sum(-1, keepdim=True)  # (b, s, g, h/g, 1)
+    return torch.add(output.view(shape), scores.detach(), alpha=0).flatten(2, 3)
 
 
 def _count(args: Any, name: str, value: int) -> int:
