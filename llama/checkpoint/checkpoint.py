@@ -17,8 +17,10 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
                                                                                 rank 0  rank 1
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ from .codecs import Codec
 from .mapping import drop_pages
 from .table import weight_spec
 
+DEQUANTIZE_STEP = 1 << 18  # values; the intermediate tensors then stay in the cache
 COPY_STEP = 32768  # values; torch splits larger copies over all its threads, which then wait for each other
 
 
@@ -68,12 +71,24 @@ class Slice(NamedTuple):
 
     def values(self) -> Tensor:
         """Dequantized where they have to be; a view of the file's pages otherwise."""
-        values = self.part.dequantize() if isinstance(self.part, Codec) else self.part
-        return values.narrow(self.axis, self.start, self.size)
+        values = [values for _, values in self.pieces()]
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """First row and values of some rows after another: what is dequantized need not be there as a whole."""
+        part, axis = self.part, self.axis
+        if isinstance(part, Tensor):
+            yield 0, part.narrow(axis, self.start, self.size)
+            return
+        first, last = (self.start, self.start + self.size) if axis == 0 else (0, part.shape[0])
+        step = max(1, DEQUANTIZE_STEP // math.prod(part.shape[1:]))
+        for start in range(first, last, step):
+            values = part.rows(start, min(start + step, last))
+            yield start - first, values.narrow(axis, self.start, self.size) if axis else values
 
 
 def _drop_pages(part: Tensor | Codec) -> None:
-    for tensor in (part.qvalues, part.scales) if isinstance(part, Codec) else (part,):
+    for tensor in part.stored if isinstance(part, Codec) else (part,):
         drop_pages(tensor)
 
 
@@ -125,7 +140,7 @@ class Checkpoint:
     """
 
     path: Path
-    format: str  # "meta", "hf", "llama2c" or "llama2c-train"
+    format: str  # "meta", "hf", "gguf", "llama2c" or "llama2c-train"
     params: dict[str, Any]
     weights: dict[str, StoredWeight]
     files: list[Path]
@@ -133,6 +148,16 @@ class Checkpoint:
     mapped: bool = True  # every part is; some old files are read instead
     tokenizer_path: Path | None = None
     in_use: bool = False  # a model uses the mapped pages
+    chat_template: str | None = None  # Jinja's, where the weights' own file holds one
+    tokenizer_source: Callable[[], tuple[bytes, dict[str, Any]]] | None = None  # makes `tokenizer_data`, and may raise
+
+    @cached_property
+    def tokenizer_data(self) -> tuple[bytes, dict[str, Any]] | None:
+        """A tokenizer's file and facts for `Tokenizer.from_bytes`, where the weights' own file holds them.
+
+        Made when it is asked for: a tokenizer that cannot be followed is an error only for who wants it.
+        """
+        return self.tokenizer_source() if self.tokenizer_source else None
 
     @property
     def folder(self) -> Path:
@@ -200,19 +225,28 @@ class Checkpoint:
         """Copy this rank's part into `target`, in Meta's order and the type of `target`; pages are given back."""
         weight, offset = self.weights[name], 0
         for one in self._slices(name, rank, world):
-            values = one.values()
-            place = target.narrow(weight.axis, offset, values.shape[weight.axis])
-            offset += values.shape[weight.axis]
+            shape = list(one.part.shape)
+            if shape:
+                shape[one.axis] = one.size
+            place = target.narrow(weight.axis, offset, shape[weight.axis])
+            offset += shape[weight.axis]
             if weight.hf_heads:
-                values = halves_to_pairs(values, weight.hf_heads // world)
-            copy(place.view(values.shape), values)
+                values = halves_to_pairs(one.values(), weight.hf_heads // world)
+                copy(place.view(values.shape), values)
+            else:
+                for row, values in one.pieces():
+                    copy(place.narrow(0, row, len(values)), values)
             if self.mapped:
                 _drop_pages(one.part)
 
-    def quantized_shard(self, name: str, rank: int = 0, world: int = 1) -> Codec | None:
-        """This rank's part as kernels take it, where it is stored so. ValueError where a group would be split."""
+    def quantized_shard(self, name: str, rank: int = 0, world: int = 1, scheme: str = "") -> Codec | None:
+        """This rank's part as kernels of the stored scheme (or else of `scheme`) take it, if its codes will do.
+
+        ValueError where a group would be split.
+        """
         codec, axis = self.weights[name].codec, weight_spec(name).axis
-        return codec.shard(axis, rank, world) if codec and codec.scheme and axis is not None else None
+        kept = codec.for_scheme(scheme) if codec and axis is not None else None
+        return kept.shard(axis, rank, world) if kept and axis is not None else None
 
     def drop_pages(self, name: str) -> None:
         """Give back the memory of a weight's pages, once what was read from them has been used."""

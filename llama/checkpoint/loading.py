@@ -19,7 +19,7 @@ from ..errors import LlamaError
 from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
 from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized, weight_scheme
-from . import hf, llama2c, meta
+from . import gguf_model, hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
 from .files import first_few, format_error, only_our_errors, read_head
@@ -27,9 +27,11 @@ from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
 
-KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
+KNOWN = (
+    "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.gguf (llama.cpp), "
+    "*.bin or *.pt (llama2.c)"
+)
 FOREIGN_FILES = {
-    "*.gguf": "which is llama.cpp's (GGUF): give the model that it was made of",
     "hf_model_*.pt": "which is torchtune's: let it save safetensors",
     "meta_model_*.pt": "which is torchtune's: rename it to consolidated.00.pth, with params.json beside it",
     "recipe_state.pt": "the state of a torchtune run: give the folder of its model",
@@ -38,7 +40,6 @@ FOREIGN_FILES = {
     "*.npz": "which is of NumPy or MLX",
 }
 FOREIGN_MAGIC = {
-    b"GGUF": "a GGUF file (llama.cpp)",
     b"lmgg": "a GGML file (of older llama.cpp)",
     b"tjgg": "a GGML file (of older llama.cpp)",
     b"\x89HDF": "an HDF5 file (Keras)",
@@ -64,7 +65,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
         names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
         beside = (checkpoint.folder / name for name in names)
-        checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
+        if checkpoint.tokenizer_source is None:
+            checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
         return checkpoint
 
 
@@ -84,6 +86,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         return hf.read(folder)
     if holds("consolidated.*.pth") or (holds("*.pth") and not holds("config.json")):
         return meta.read(folder)
+    models = gguf_model.models_in(folder)
+    if len(models) == 1:
+        return gguf_model.read(models[0])
+    if models:
+        found = f"several: {first_few(path.name for path in models)}: give one"
+        raise FileNotFoundError(f"{folder.absolute()}: {found}")
     if holds("config.json") and not holds(*FOREIGN_FILES):
         return hf.read(folder)
     if holds("params.json"):
@@ -105,6 +113,8 @@ def _open_file(path: Path) -> Checkpoint:
     magic = next((what for start, what in FOREIGN_MAGIC.items() if head.startswith(start)), None)
     if magic is not None:
         raise format_error(path, magic, KNOWN)
+    if head.startswith(b"GGUF"):
+        return gguf_model.read(path)
     if path.suffix == ".json":
         return _open_settings(path)
     if path.suffix == ".safetensors":
@@ -189,7 +199,7 @@ def _packed(
     """One weight as its layer will multiply with it, quantized now unless it is stored so; pages are given back."""
     scheme = weight_scheme(name, scheme)
     try:
-        stored = checkpoint.quantized_shard(name, rank, world)
+        stored = checkpoint.quantized_shard(name, rank, world, scheme)
         if stored is not None:
             if not scheme.startswith(str(stored.scheme)):  # a head in int4, as earlier versions wrote it
                 scheme = str(stored.scheme)
