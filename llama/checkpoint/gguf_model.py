@@ -50,12 +50,12 @@ ELSEWHERE = (  # read below, or told by the tensors
     *("rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
     *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 )
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # what any other setting may be, besides 0 and False
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # what any other setting may be; else 0 or False
     "attention.causal": (True,),
-    "logit_scale": (1,),
-    "embedding_scale": (1,),
-    "residual_scale": (1,),
-    "rope.scaling.attn_factor": (1,),
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
 }
 
 
@@ -156,7 +156,7 @@ def _check_architecture(part: GGUF) -> None:
         raise format_error(part.path, found, "'llama': this library runs plain Llama models")
     for name, value in part.metadata.items():
         key = name.removeprefix("llama.")
-        if key == name or key in SETTINGS or key in ELSEWHERE or value in (0, *NEUTRAL.get(key, ())):
+        if key == name or key in SETTINGS or key in ELSEWHERE or value in NEUTRAL.get(key, (0,)):
             continue
         raise format_error(part.path, f"{name[:80]} is {value!r:.60}", "a plain Llama model, without this setting")
 

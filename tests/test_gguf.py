@@ -1,0 +1,259 @@
+"""GGUF files, held against the package `gguf`: every type of block, whole files, split ones, settings, what is refused."""
+
+import re
+import shutil
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files as files
+import gguf
+import numpy as np
+import pytest
+import torch
+from test_checkpoint import build, equal, loaded
+from torch import Tensor
+
+from llama import Llama
+from llama.checkpoint import load, open_checkpoint
+from llama.checkpoint.checkpoint import DEQUANTIZE_STEP
+from llama.checkpoint.codecs import Codec
+from llama.checkpoint.ggml_codecs import BLOCKS, Blocks
+from llama.cli.convert import convert
+from llama.cli.info import info
+from llama.errors import LlamaError
+from llama.model import ModelArgs, Transformer
+from llama.quantization import pack, pack_quantized
+
+GQA = files.GQA
+WIDE = {**GQA, "dim": 256, "multiple_of": 256}  # rows of one K block
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
+OVERFLOW = pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
+
+
+def codec(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[Blocks, np.ndarray]:
+    """Random bytes, every scale among them, as our codec and as they are."""
+    cls = BLOCKS[gguf.GGMLQuantizationType[kind].value]
+    data = np.random.default_rng(seed).integers(0, 256, (rows, columns // cls.values * cls.size), dtype=np.uint8)
+    return cls(torch.from_numpy(data)), data
+
+
+# ------------------------------------------------------------------------------------------- blocks
+
+
+@OVERFLOW
+@pytest.mark.parametrize("kind", KINDS[:8])
+def test_blocks_are_unpacked_as_gguf_does(kind: str) -> None:
+    """Bit for bit, infinite and NaN scales too."""
+    ours, data = codec(kind, 64, 512)
+    theirs = files.gguf_values(data, kind)
+    assert ours.shape == theirs.shape == (64, 512) and theirs.isnan().any() and theirs.isfinite().any()
+    assert torch.equal(ours.dequantize().nan_to_num(7.5), theirs.nan_to_num(7.5))
+    assert torch.equal(ours.rows(5, 9).nan_to_num(7.5), theirs[5:9].nan_to_num(7.5))
+
+
+def test_the_worked_example_of_the_format() -> None:
+    blocks = torch.tensor([[0x00, 0x3C, *range(16)]], dtype=torch.uint8)
+    assert BLOCKS[2](blocks).dequantize().tolist() == [[*range(-8, 8), *[-8] * 16]]
+
+
+# -------------------------------------------------------------------------------------- whole files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_every_type(tmp_path: Path, kind: str) -> None:
+    """Matrices of one type, the head of another, norms in float32, as llama.cpp's quantizer mixes them."""
+    weights = files.weights(WIDE)
+    kinds = {"norm.weight": "F32", "output.weight": "Q8_0", ".weight": kind}
+    path = files.write_gguf(tmp_path / "x.gguf", weights, WIDE, kinds)
+    checkpoint = open_checkpoint(path)
+    for name, tensor in weights.items():
+        stored = next(kind for end, kind in kinds.items() if name.endswith(end))
+        read = checkpoint.read(name)
+        assert torch.equal(read.float(), files.gguf_values(files.gguf_data(tensor, stored), stored)), name
+        assert read.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(stored, torch.float32)
+        assert read.isfinite().all() and 0.001 < read.float().std() < 2 or "norm" in name
+    params = {
+        name: checkpoint.params[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps", "ffn_dim")
+    }
+    assert params == {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "ffn_dim": 768}
+    assert checkpoint.format == "gguf" and checkpoint.context == 24 and not checkpoint.tied
+    assert checkpoint.params["rope_theta"] == 10000.0 and checkpoint.quantized is None
+
+
+def test_the_model_is_the_one_of_metas_folder(tmp_path: Path) -> None:
+    """q and k in Meta's order: the same logits, bit for bit."""
+    weights = files.weights()
+    ours, theirs = files.write_gguf(tmp_path / "x.gguf", weights), files.write_meta(tmp_path / "meta", weights)
+    models = [loaded(path) for path in (ours, theirs)]
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        one, other = (model(ids, 0) for model in models)
+    assert torch.equal(one, other)
+    equal(open_checkpoint(ours), weights)
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "weights.bin", "noname", "model.safetensors", "consolidated.00.pth"])
+def test_told_by_content(tmp_path: Path, name: str) -> None:
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights()).rename(tmp_path / name)
+    assert open_checkpoint(path).format == "gguf"
+
+
+def test_a_folder_with_one(tmp_path: Path) -> None:
+    files.write_gguf(tmp_path / "x.gguf", files.weights())
+    (tmp_path / "config.json").write_text("{}")  # as repositories of converted models have it
+    assert open_checkpoint(tmp_path).format == "gguf"
+    shutil.copy(tmp_path / "x.gguf", tmp_path / "y.gguf")
+    with pytest.raises(FileNotFoundError, match=r"several: x.gguf, y.gguf: give one"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tied_head(tmp_path: Path) -> None:
+    weights = files.weights()
+    head = weights.pop("output.weight")
+    checkpoint = open_checkpoint(
+        files.write_gguf(tmp_path / "x.gguf", weights, kinds={"tok_embeddings.weight": "Q8_0"})
+    )
+    assert checkpoint.tied and checkpoint.shape("output.weight") == head.shape
+    model = build(checkpoint)
+    load(model, checkpoint)
+    assert model.output.weight.data_ptr() == model.tok_embeddings.weight.data_ptr()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_rank_gets_its_part(tmp_path: Path, world: int) -> None:
+    weights = files.weights(WIDE)
+    path = files.write_gguf(tmp_path / "x.gguf", weights, WIDE, {"norm.weight": "F32", ".weight": "Q6_K"})
+    checkpoint = open_checkpoint(path)
+    for name, axis in (("attention.wq", 0), ("attention.wo", 1), ("feed_forward.w2", 1)):
+        whole = files.gguf_values(files.gguf_data(weights[f"layers.1.{name}.weight"], "Q6_K"), "Q6_K")
+        parts = [checkpoint.read(f"layers.1.{name}.weight", rank, world) for rank in range(world)]
+        assert torch.equal(torch.cat(parts, axis), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_unpacked_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    params = {**WIDE, "vocab_size": 2100, "n_layers": 1}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(params), params, {"tok_embeddings.weight": "Q4_K"})
+    rows, unpacked = Blocks.rows, []
+
+    def counting(self: Blocks, start: int, stop: int) -> Tensor:
+        unpacked.append((start, stop))
+        return rows(self, start, stop)
+
+    monkeypatch.setattr(Blocks, "rows", counting)
+    monkeypatch.setattr(Blocks, "dequantize", None)
+    model = loaded(path, dtype)
+    step = DEQUANTIZE_STEP // 256
+    assert unpacked == [(0, step), (step, 2 * step), (2 * step, 2100)]
+    monkeypatch.undo()
+    stored = open_checkpoint(path)
+    assert torch.equal(model.tok_embeddings.weight, stored.read("tok_embeddings.weight").to(dtype))
+
+
+def test_split_files(tmp_path: Path) -> None:
+    weights = files.weights()
+    files.write_gguf(tmp_path / "x.gguf", weights, split=9)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"x-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    for path in (tmp_path, *(tmp_path / name for name in names)):
+        checkpoint = open_checkpoint(path)
+        equal(checkpoint, weights)
+        assert checkpoint.shards == 3
+    (tmp_path / names[0]).rename(tmp_path / "a.gguf")
+    with pytest.raises(FileNotFoundError, match=r"of 3 parts, x-00001-of-00003.gguf is missing"):
+        open_checkpoint(tmp_path / names[1])
+    with pytest.raises(LlamaError, match=r"split.no 0 of split.count 3, counted from 0; expected 0 of 1: parts are"):
+        open_checkpoint(tmp_path / "a.gguf")
+    (tmp_path / "a.gguf").rename(tmp_path / names[0])
+    shutil.copy(tmp_path / names[1], tmp_path / names[2])
+    with pytest.raises(LlamaError, match=r"00003-of-00003.gguf: split.no 1 of split.count 3.*expected 2 of 3"):
+        open_checkpoint(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def test_settings_of_the_rotary_angles(tmp_path: Path) -> None:
+    weights = files.weights()
+    path = tmp_path / "x.gguf"
+
+    def params(extra: dict[str, Tensor] | None = None, **settings: Any) -> dict[str, Any]:
+        return open_checkpoint(files.write_gguf(path, {**weights, **(extra or {})}, **settings)).params
+
+    assert params(llama__rope__freq_base=500000.0)["rope_theta"] == 500000.0
+    assert params().get("rope_scaling") is None
+    assert params(llama__rope__scaling__type="none", llama__rope__scaling__factor=4.0).get("rope_scaling") is None
+    linear = {"rope_type": "linear", "factor": 2.3}
+    assert params(llama__rope__scaling__type="linear", llama__rope__scaling__factor=2.3)["rope_scaling"] == linear
+    assert params(llama__rope__scale_linear=2.3)["rope_scaling"] == linear
+    divisors = {"rope_freqs.weight": torch.tensor([1.0, 1.5, 8.0, 8.0])}
+    assert params(divisors)["rope_scaling"] == {"rope_type": "divisors", "divisors": [1.0, 1.5, 8.0, 8.0]}
+    assert params({"blk.0.attn_rot_embd.weight": torch.ones(3)}).get("rope_scaling") is None
+
+
+def test_divisors_are_computed_with(tmp_path: Path) -> None:
+    """Frequencies divided by 2 everywhere are positions divided by 2."""
+    weights = files.weights()
+    scaled = {"rope_freqs.weight": torch.full((4,), 2.0)}
+    one = loaded(files.write_gguf(tmp_path / "a.gguf", {**weights, **scaled}))
+    other = loaded(files.write_gguf(tmp_path / "b.gguf", weights, llama__rope__scale_linear=2.0))
+    plain = loaded(files.write_gguf(tmp_path / "c.gguf", weights))
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        logits = [model(ids, 0) for model in (one, other, plain)]
+    assert torch.allclose(logits[0], logits[1], atol=1e-5) and not torch.allclose(logits[0], logits[2], atol=1e-2)
+
+
+REFUSED = [
+    ({"general__architecture": "qwen2"}, "architecture is 'qwen2'; expected 'llama'"),
+    ({"general__type": "adapter"}, "general.type is 'adapter'.*a LoRA"),
+    ({"llama__expert_count": 8}, "llama.expert_count is 8"),
+    ({"llama__attention__sliding_window": 4096}, "sliding_window is 4096"),
+    ({"llama__attention__causal": False}, "attention.causal is False"),
+    ({"llama__new_setting": 1.5}, "llama.new_setting is 1.5"),
+    ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv is .*one number"),
+    ({"llama__attention__head_count": 0}, "head_count=0"),
+    ({"llama__attention__head_count": None}, "no llama.attention.head_count"),
+    ({"llama__attention__layer_norm_rms_epsilon": None}, "no llama.attention.layer_norm_rms_epsilon"),
+    ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+    ({"llama__feed_forward_length": "wide"}, "feed_forward_length is 'wide'"),
+    ({"llama__block_count": 3}, "the files hold 2 layers, but its metadata says n_layers=3"),
+    ({"llama__rope__dimension_count": 4}, "rope.dimension_count is 4; expected the heads' width, 8"),
+    ({"llama__attention__value_length": 16}, "value_length is 16; expected the heads' width, 8"),
+    ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}, "rope.scaling.type is 'yarn'"),
+    ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type is 'longrope'"),
+    ({"llama__rope__scaling__factor": -2.0}, "with factor -2.0"),
+    ({"general__alignment": 48}, "general.alignment is 48"),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED)
+def test_settings_that_are_not_computed(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    path = tmp_path / "x.gguf"
+    if "general__architecture" in settings:
+        path = files.write_gguf(path, files.weights())
+        path.write_bytes(path.read_bytes().replace(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0qwen2", 1))
+    else:
+        files.write_gguf(path, files.weights(), **settings)
+    with pytest.raises(LlamaError, match=words):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"rope_freqs.weight": torch.ones(5)}, "rope_freqs.weight of shape .*expected 4 numbers"),
+        ({"rope_freqs.weight": torch.tensor([1.0, 0.0, 1.0, 1.0])}, "expected 4 numbers above 0"),
+        ({"rope_factors_long.weight": torch.ones(4)}, "1 weights that a Llama model does not have"),
+        ({"blk.0.attn_q_norm.weight": torch.ones(8)}, "1 weights that a Llama model does not have"),
+        ({"blk.2.attn_q.weight": torch.ones(32, 32)}, "hold 3 layers, but its metadata says n_layers=2"),
+    ],
+)
+def test_weights_that_are_not_computed(tmp_path: Path, extra: dict[str, Tensor], words: str) -> None:
+    path = files.write_gguf(tmp_path / "x.gguf", {**files.weights(), **extra})
+    with pytest.raises(LlamaError, match=words):
+        open_checkpoint(path)
