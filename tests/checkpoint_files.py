@@ -201,6 +201,7 @@ def write_gguf(
 
     `settings` are further metadata: `llama__context_length=24` is the key llama.context_length; None leaves one out.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
     stated = {
         "llama__block_count": params["n_layers"],

@@ -23,13 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files as files
+import gguf
 import mutations
 import torch
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer as TokenizerJSON
 from torch import Tensor
 
 from llama import Tokenizer
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.gguf import read_gguf
 from llama.checkpoint.pth import read_pth
 from llama.checkpoint.safetensors import read_safetensors
 from llama.errors import LlamaError
@@ -76,7 +80,38 @@ def targets(folder: Path) -> list[Target]:
     pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(b"<0x%02X>" % byte for byte in range(256)), b" ", b"a", b" a", b"b"]
     entries = (len(piece).to_bytes(4, "little") + piece for piece in pieces)
     singles[-1].write_bytes(b"\7\0\0\0" + b"".join(b"\0\0\0\0" + entry for entry in entries))
-    return [*found, *(Target(path, path) for path in singles)]
+    return [*found, *(Target(path, path) for path in singles), *gguf_targets(folder)]
+
+
+def gguf_targets(folder: Path) -> list[Target]:
+    """A file of blocks of 32 with a SentencePiece vocabulary, and one of blocks of 256 with a BPE one; one of a split set."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "b"]
+    types = [2, 3, 3, *[6] * 256, 1, 1, 1, 1]
+    sp = {"model": "llama", "tokens": pieces, "scores": [-float(i) for i in range(len(pieces))], "token_type": types}
+    alphabet = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 324))]
+    bpe = {"model": "gpt2", "pre": "llama-bpe", "tokens": [*alphabet, "ab", "abc", "<|end|>"]}
+    bpe |= {
+        "token_type": [*[1] * (len(alphabet) + 2), 3],
+        "merges": ["a b", "ab c"],
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+    }
+    small, wide = (
+        {**files.GQA, "vocab_size": 24},
+        {**files.GQA, "vocab_size": 24, "dim": 256, "n_layers": 1, "multiple_of": 256},
+    )
+    kinds = {"wq.weight": "Q4_0", "wk.weight": "Q4_1", "wv.weight": "Q5_0", "wo.weight": "Q5_1", "w1.weight": "Q8_0"}
+    k_kinds = {"wq.weight": "Q4_K", "wk.weight": "Q5_K", "wv.weight": "Q6_K", "w1.weight": "Q4_K", "w2.weight": "Q6_K"}
+    one = files.write_gguf(folder / "small.gguf", files.weights(small, seed=3), small, kinds, **_tokenizer(sp))
+    two = files.write_gguf(
+        folder / "wide.gguf", files.weights(wide, seed=3), wide, {**k_kinds, "w3.weight": "BF16"}, **_tokenizer(bpe)
+    )
+    files.write_gguf(folder / "split" / "x.gguf", files.weights(small, seed=3), small, split=12)
+    return [Target(one, one), Target(two, two), Target(folder / "split", folder / "split" / "x-00002-of-00002.gguf")]
+
+
+def _tokenizer(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"tokenizer__ggml__{name}": value for name, value in values.items()}
 
 
 def mutate(rng: random.Random, target: Target) -> bytes:
@@ -114,6 +149,10 @@ def load(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     for name in checkpoint.names():
         checkpoint.read(name).sum()
+    if checkpoint.tokenizer_data is not None:
+        data, _ = checkpoint.tokenizer_data
+        made = TokenizerJSON.from_buffer(data) if data[:1] == b"{" else SentencePieceProcessor(model_proto=data)
+        made.encode("Hello w\u00f6rld")
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -125,6 +164,16 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{key}/{name}", tensor) for name, tensor in tensors(item))
 
 
+def gguf_values(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What our reader and the package gguf make of a file, float32; NaN, which has many forms, as a number."""
+    stored = read_gguf(path).stored()
+    ours = {name: part if isinstance(part, Tensor) else part.dequantize() for name, part in stored.items()}
+    found = gguf.GGUFReader(path).tensors
+    theirs = {one.name: files.gguf_values(one.data, one.tensor_type.name).view(ours[one.name].shape) for one in found}
+    same = [{name: part.float().nan_to_num(7.5) for name, part in side.items()} for side in (ours, theirs)]
+    return same[0], same[1]
+
+
 def differs(path: Path) -> bool:
     """Whether our reader of this container and its own one give other tensors."""
     if path.suffix == ".safetensors":
@@ -134,6 +183,8 @@ def differs(path: Path) -> bool:
             read_pth(path)[0],
             torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path)),
         )
+    elif path.suffix == ".gguf":
+        ours, theirs = gguf_values(path)
     else:
         return False
     a, b = dict(tensors(ours)), dict(tensors(theirs))

@@ -48,14 +48,15 @@ def tokenizer_data(part: GGUF) -> tuple[bytes, dict[str, Any]]:
     kind, pattern = part.metadata.get(_KEY + "model"), part.metadata.get(_KEY + "pre")
     texts, types = _tokens(part)
     if kind == "llama":
-        return _sentencepiece(part, texts, types), _facts(part, len(texts), {"bos": 1, "eos": 2}, True)
+        facts = _facts(part, len(texts), {"bos": 1, "eos": 2}, True)
+        return _sentencepiece(part, texts, types, facts), facts
     if kind != "gpt2":
         raise _error(part, f"{_KEY}model is {kind!r:.60}", "'llama' (SentencePiece) or 'gpt2' (BPE over bytes)")
     if not isinstance(pattern, str) or pattern not in PATTERNS:
         found = f"{_KEY}pre is {pattern!r:.60}, a way of cutting texts into words that this library does not know"
         raise _error(part, found, f"one of {', '.join(PATTERNS)}")
     facts = _facts(part, len(texts), {}, pattern in WHOLE_WORDS)
-    return _byte_bpe(part, pattern, texts, types), facts
+    return _byte_bpe(part, pattern, texts, types, facts), facts
 
 
 def _error(part: GGUF, found: str, expected: str) -> Exception:
@@ -131,7 +132,7 @@ def _bytes(tag: int, value: bytes) -> bytes:
     return _varint(tag << 3 | 2) + _varint(len(value)) + value
 
 
-def _sentencepiece(part: GGUF, texts: list[str], types: list[int]) -> bytes:
+def _sentencepiece(part: GGUF, texts: list[str], types: list[int], facts: dict[str, Any]) -> bytes:
     """sentencepiece_model.proto, written by hand: the pieces, and the settings that Llama's own file has."""
     scores = _numbers(part, "scores", len(texts))
     unknown = [index for index, kind in enumerate(types) if kind == UNKNOWN]
@@ -139,12 +140,14 @@ def _sentencepiece(part: GGUF, texts: list[str], types: list[int]) -> bytes:
         raise _error(
             part, f"{len(unknown)} tokens of the type 'unknown' (2), and types {sorted(set(types))!r:.60}", "one"
         )
-    facts = _facts(part, len(texts), {"bos": 1, "eos": 2}, True)
     pieces = [
         _bytes(1, _bytes(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
         for text, score, kind in zip(texts, scores, types, strict=True)
     ]
-    trainer = _number(3, 2) + _number(35, int(types.count(BYTE) == 256))  # BPE; bytes for what has no piece
+    bytes_ = sorted(text for text, kind in zip(texts, types, strict=True) if kind == BYTE)
+    if bytes_ and bytes_ != [f"<0x{byte:02X}>" for byte in range(256)]:
+        raise _error(part, f"{len(bytes_)} tokens of the type 'byte' (6)", "none, or <0x00> to <0xFF>")
+    trainer = _number(3, 2) + _number(35, int(bool(bytes_)))  # BPE; bytes for what has no piece
     special = {"unk": unknown[0], "bos": facts["bos_id"], "eos": facts["eos_id"]}
     for tag, (_, token) in enumerate(special.items()):
         trainer += _number(40 + tag, token) + _bytes(45 + tag, texts[token].encode())
@@ -158,7 +161,7 @@ def _sentencepiece(part: GGUF, texts: list[str], types: list[int]) -> bytes:
 # ------------------------------------------------------------------------------------------- BPE over bytes
 
 
-def _byte_bpe(part: GGUF, pattern: str, texts: list[str], types: list[int]) -> bytes:
+def _byte_bpe(part: GGUF, pattern: str, texts: list[str], types: list[int], facts: dict[str, Any]) -> bytes:
     """tokenizer.json, as the package `tokenizers` reads it."""
     merges = part.metadata.get(_KEY + "merges")
     pairs = merges.texts() if isinstance(merges, Array) and merges.length <= MAX_TOKENS else []
@@ -183,7 +186,20 @@ def _byte_bpe(part: GGUF, pattern: str, texts: list[str], types: list[int]) -> b
         "version": "1.0",
         "added_tokens": added,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, as_bytes]},
+        "post_processor": _template(texts, facts),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": model,
     }
     return json.dumps(made, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _template(texts: list[str], facts: dict[str, Any]) -> dict[str, Any] | None:
+    """What puts BOS before a text, or before each of two, where the model wants it."""
+    if not facts["add_bos"]:
+        return None
+    bos = texts[facts["bos_id"]]
+    first, second = (
+        [{"SpecialToken": {"id": bos, "type_id": i}}, {"Sequence": {"id": "AB"[i], "type_id": i}}] for i in (0, 1)
+    )
+    special = {bos: {"id": bos, "ids": [facts["bos_id"]], "tokens": [bos]}}
+    return {"type": "TemplateProcessing", "single": first, "pair": first + second, "special_tokens": special}

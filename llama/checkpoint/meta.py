@@ -172,8 +172,9 @@ def _quantized(source: Source, name: str, weight: Tensor) -> dict[str, Tensor]:
         return {name: weight}
     scheme = weight_scheme(name, str(source.quantize))
     codec = next(codec for codec in META_CODECS if codec.scheme == scheme)
+    stored = source.checkpoint.quantized_shard(name, scheme=scheme)
     try:
-        qvalues, scales = codec.quantize(weight)
+        qvalues, scales = stored.stored if stored else codec.quantize(weight)
     except ValueError as error:
         raise LlamaError(f"{source.checkpoint.path}: {name}: {error}") from None
     source.checkpoint.drop_pages(name)

@@ -56,7 +56,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     count = count_parameters({**params, "vocab_size": rows})
     count -= checkpoint.tied * rows * params["dim"]
     dtypes = sorted({str(checkpoint.dtype(name)).removeprefix("torch.") for name in checkpoint.names()})
-    codecs = [weight.codec for weight in checkpoint.weights.values() if weight.codec]
+    codecs = ", ".join(sorted({weight.codec.name for weight in checkpoint.weights.values() if weight.codec}))
     numbers, layers = sizes(params), params["n_layers"]
     size = sum(path.stat().st_size for path in checkpoint.files)
     return [
@@ -65,7 +65,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
         ("tokenizer", str(checkpoint.tokenizer_path or "not found")),
         ("parameters", f"{count:,}"),
-        ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
+        ("dtype", ", ".join(dtypes) + (f" (stored as {codecs})" if codecs else "")),
         ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),
         ("", f"ffn {numbers['ffn']}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("vocabulary", str(rows)),
