@@ -133,10 +133,11 @@ def test_a_vocabulary_of_bytes(tmp_path: Path, pre: str) -> None:
     assert ours.get_vocab() == theirs.get_vocab()
     for text in TEXTS:
         ids = theirs.encode(text).ids
-        assert ours.encode(text).ids == ids, text
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.encode(text).ids == [0] * facts["add_bos"] + ids
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
     assert facts == {"bos_id": 0, "eos_id": 1, "stop_ids": {1}, "add_bos": pre == "llama-bpe"}
-    assert ours.encode("<|end|>").ids == [1]
+    assert ours.encode("<|end|>", add_special_tokens=False).ids == [1]
 
 
 def test_patterns_differ(tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def test_padding_behind_the_vocabulary_is_left_out(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "llama", "tokens": ["a", "<0x1P>"], "token_type": [2, 6], "scores": [0.0, 0.0]}, "1 tokens of .*'byte'"),
     ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; expected 'llama'"),
     ({"pre": "qwen2"}, "tokenizer.ggml.pre is 'qwen2'.* one of llama-bpe"),
     ({"pre": None}, "tokenizer.ggml.pre is None"),
