@@ -31,8 +31,11 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
+        "tiktoken": ["tiktoken>=0.7"],  # Llama 3's tokenizer.model
+        "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
             "pytest>=7.4",
+            "pytest-xdist>=3.5",
             "ruff==0.17.6",
             "mypy>=1.13",
             "types-tqdm",
@@ -40,6 +43,8 @@ setup(
             "safetensors>=0.4.3",
             "transformers>=4.45",
             "protobuf",
+            "tiktoken>=0.7",
+            "tokenizers>=0.19",
         ],
     },
 )

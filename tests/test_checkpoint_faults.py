@@ -23,7 +23,9 @@ from llama.checkpoint.companions import c_differences, read_vocabulary
 from llama.cli.convert import convert
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer
-from llama.tokenizer import Tokenizer, _field, _number
+from llama.tokenizer import Tokenizer
+from llama.vocabulary.sentencepiece import field as _field
+from llama.vocabulary.sentencepiece import number as _number
 
 GOLDEN = Path(__file__).parent / "golden"
 WQ = "layers.0.attention.wq.weight"

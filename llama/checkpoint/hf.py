@@ -231,7 +231,7 @@ def write(source: Source, folder: Path) -> None:
     _write_tokenizer_config(checkpoint, folder, source.window)
     ids = special_ids(checkpoint)
     if not ids:
-        logger.warning("%s: no SentencePiece vocabulary, so no BOS and EOS ids are written", checkpoint.path)
+        logger.warning("%s: no vocabulary that can be read, so no BOS and EOS ids are written", checkpoint.path)
     if not (folder / "generation_config.json").exists():
         sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9} if checkpoint.format != "hf" else {}
         write_json(folder / "generation_config.json", {**ids, **sampling})

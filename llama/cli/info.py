@@ -8,6 +8,7 @@ from ..checkpoint.mapping import raw_bytes
 from ..checkpoint.memory import count_parameters, gigabytes, memory_estimate
 from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
+from ..checkpoint.tokenizers import describe_tokenizer
 from ..errors import LlamaError
 from .output import printable
 
@@ -63,7 +64,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("checkpoint", str(checkpoint.path)),
         ("format", checkpoint.format + (" (tied head)" if checkpoint.tied else "")),
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
-        ("tokenizer", str(checkpoint.tokenizer_path or "not found")),
+        ("tokenizer", describe_tokenizer(checkpoint)),
         ("parameters", f"{count:,}"),
         ("dtype", ", ".join(dtypes) + (f" (stored as {codecs})" if codecs else "")),
         ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),
