@@ -134,7 +134,7 @@ def test_another_number_of_layers_than_the_files_hold(tmp_path: Path, kind: str,
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layers.0.attention.wq.bias", "a bias"),
+        ("layers.0.attention_norm.bias", "a bias"),
         (
             "model.layers.0.self_attn.q_norm.weight",
             "a Llama model does not have: the keys 'model.layers.0.self_attn.q_norm.w",

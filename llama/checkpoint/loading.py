@@ -262,7 +262,7 @@ def load_model(
         words = "%s embeds %d tokens, the tokenizer has %d: the others are never drawn, if it is the right tokenizer"
         logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
