@@ -27,8 +27,6 @@ import gguf
 import mutations
 import torch
 from safetensors.torch import load_file
-from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer as TokenizerJSON
 from torch import Tensor
 
 from llama import Tokenizer
@@ -36,6 +34,7 @@ from llama.checkpoint import open_checkpoint
 from llama.checkpoint.gguf import read_gguf
 from llama.checkpoint.pth import read_pth
 from llama.checkpoint.safetensors import read_safetensors
+from llama.checkpoint.tokenizers import open_tokenizer
 from llama.errors import LlamaError
 
 SLACK = 64_000_000  # bytes
@@ -149,10 +148,9 @@ def load(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     for name in checkpoint.names():
         checkpoint.read(name).sum()
-    if checkpoint.tokenizer_data is not None:
-        data, _ = checkpoint.tokenizer_data
-        made = TokenizerJSON.from_buffer(data) if data[:1] == b"{" else SentencePieceProcessor(model_proto=data)
-        made.encode("Hello w\u00f6rld")
+    if checkpoint.tokenizer_source is not None:
+        tokenizer = open_tokenizer(None, checkpoint)
+        tokenizer.decode(tokenizer.encode("Hello w\u00f6rld", bos=False, eos=False))
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:

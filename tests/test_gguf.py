@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_checkpoint import build, equal, loaded
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from llama.checkpoint import load, open_checkpoint
 from llama.checkpoint.checkpoint import DEQUANTIZE_STEP
@@ -194,6 +195,39 @@ def test_settings_of_the_rotary_angles(tmp_path: Path) -> None:
     assert params({"blk.0.attn_rot_embd.weight": torch.ones(3)}).get("rope_scaling") is None
 
 
+def test_explicit_width_of_heads_and_biases(tmp_path: Path) -> None:
+    """As helpers of Hugging Face's format read them: the same model from the folder that is written of it."""
+    params = {**GQA, "head_dim": 16}
+    weights = files.weights()
+    generator = torch.Generator().manual_seed(5)
+    for layer in range(2):
+        for name, rows in (("wq", 64), ("wk", 32), ("wv", 32), ("wo", 32)):
+            shape = (rows, 64 if name == "wo" else 32)
+            weights[f"layers.{layer}.attention.{name}.weight"] = torch.randn(shape, generator=generator) / 6
+            weights[f"layers.{layer}.attention.{name}.bias"] = torch.randn(rows, generator=generator) / 6
+    widths = {
+        "llama__attention__key_length": 16,
+        "llama__attention__value_length": 16,
+        "llama__rope__dimension_count": 16,
+    }
+    path = files.write_gguf(tmp_path / "x.gguf", weights, params, **widths)
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.params["head_dim"], checkpoint.params["attention_bias"], checkpoint.params["mlp_bias"]) == (
+        16,
+        True,
+        False,
+    )
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in weights.items())
+    convert(str(path), str(tmp_path / "hf"), "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf"), dtype=torch.float32)
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        assert torch.allclose(loaded(path)(ids, 0), theirs(ids).logits, atol=1e-4)
+    del weights["layers.1.attention.wq.bias"]
+    with pytest.raises(LlamaError, match=r"1 weights are missing: layers.1.attention.wq.bias"):
+        open_checkpoint(files.write_gguf(path, weights, params, **widths))
+
+
 def test_divisors_are_computed_with(tmp_path: Path) -> None:
     """Frequencies divided by 2 everywhere are positions divided by 2."""
     weights = files.weights()
@@ -245,8 +279,8 @@ def test_settings_that_are_not_computed(tmp_path: Path, settings: dict[str, Any]
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"rope_freqs.weight": torch.ones(5)}, "rope_freqs.weight of shape .*expected 4 numbers"),
-        ({"rope_freqs.weight": torch.tensor([1.0, 0.0, 1.0, 1.0])}, "expected 4 numbers above 0"),
+        ({"rope_freqs.weight": torch.ones(5)}, "rope_freqs.weight: .*must be 4 numbers above 0"),
+        ({"rope_freqs.weight": torch.tensor([1.0, 0.0, 1.0, 1.0])}, "must be 4 numbers above 0"),
         ({"rope_factors_long.weight": torch.ones(4)}, "1 weights that a Llama model does not have"),
         ({"blk.0.attn_q_norm.weight": torch.ones(8)}, "1 weights that a Llama model does not have"),
         ({"blk.2.attn_q.weight": torch.ones(32, 32)}, "hold 3 layers, but its metadata says n_layers=2"),

@@ -10,8 +10,14 @@ import helpers
 import pytest
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
+from llama import Llama
 from llama.checkpoint import open_checkpoint
+from llama.checkpoint.companions import tokenizer_bin
+from llama.checkpoint.tokenizers import open_tokenizer
+from llama.cli.convert import convert
+from llama.cli.info import info
 from llama.errors import LlamaError
 
 DEMO = helpers.ROOT / "checkpoints" / "demo" / "tokenizer.model"
@@ -70,7 +76,7 @@ def test_a_sentencepiece_vocabulary(tmp_path: Path, demo: tuple[SentencePiecePro
         assert ours.encode(text) == ids and ours.decode(ids) == theirs.decode(ids), text
     names = ("bos_id", "eos_id", "unk_id", "pad_id")
     assert [getattr(ours, name)() for name in names] == [getattr(theirs, name)() for name in names]
-    assert facts == {"bos_id": 1, "eos_id": 2, "stop_ids": {2}, "add_bos": True}
+    assert facts == {"bos_id": 1, "eos_id": 2, "pad_id": None, "stop_ids": {2}, "add_bos": True}
 
 
 def test_other_marks_and_no_space_before_a_text(
@@ -87,6 +93,7 @@ def test_other_marks_and_no_space_before_a_text(
     assert facts == {
         "bos_id": 1,
         "eos_id": len(theirs),
+        "pad_id": None,
         "stop_ids": {len(theirs), len(theirs) + 1},
         "add_bos": False,
     }
@@ -122,6 +129,7 @@ def metadata(theirs: Tokenizer, pre: str) -> dict[str, Any]:
     return {
         **{"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types},
         **{"merges": [" ".join(pair) for pair in model["merges"]], "bos_token_id": 0, "eos_token_id": 1},
+        "padding_token_id": 2,
     }
 
 
@@ -136,7 +144,7 @@ def test_a_vocabulary_of_bytes(tmp_path: Path, pre: str) -> None:
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
         assert ours.encode(text).ids == [0] * facts["add_bos"] + ids
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)
-    assert facts == {"bos_id": 0, "eos_id": 1, "stop_ids": {1}, "add_bos": pre == "llama-bpe"}
+    assert facts == {"bos_id": 0, "eos_id": 1, "pad_id": 2, "stop_ids": {1}, "add_bos": pre == "llama-bpe"}
     assert ours.encode("<|end|>", add_special_tokens=False).ids == [1]
 
 
@@ -207,3 +215,77 @@ def test_a_file_without_a_tokenizer_and_one_with_a_template(tmp_path: Path) -> N
     assert open_checkpoint(path).tokenizer_data is None and open_checkpoint(path).chat_template is None
     values = {**settings(model="gpt2", tokens=["a"]), "tokenizer__chat_template": "{{ messages }}"}
     assert open_checkpoint(files.write_gguf(path, files.weights(), **values)).chat_template == "{{ messages }}"
+
+
+# ------------------------------------------------------------------------------- in the whole library
+
+
+@pytest.mark.parametrize("pre", ["llama", "smollm", "llama-bpe"])
+def test_it_is_the_checkpoints_tokenizer_and_is_written(
+    tmp_path: Path, demo: tuple[SentencePieceProcessor, dict[str, Any]], pre: str
+) -> None:
+    """The same ids from the file itself and from the folders that `convert` makes of it, by our tokenizer and by
+    transformers'.
+    """
+    values = {**demo[1], "bos_token_id": 1, "eos_token_id": 2} if pre == "llama" else metadata(trained(pre), pre)
+    params = {**files.GQA, "vocab_size": len(values["tokens"]) + 5}
+    more = {"tokenizer__chat_template": "{{ bos_token }}{{ messages[0]['content'] }}"}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(params), params, **settings(**values), **more)
+    checkpoint = open_checkpoint(path)
+    ours = open_tokenizer(None, checkpoint)
+    wanted = [ours.encode(text, bos=True, eos=False) for text in TEXTS]
+    assert all(ours.decode(ids[ours.add_bos :]) == text for ids, text in zip(wanted, TEXTS))
+    for to in ("hf", "meta"):
+        convert(str(path), str(tmp_path / to), to)
+        written = open_tokenizer(None, open_checkpoint(tmp_path / to))
+        assert [written.encode(text, bos=True, eos=False) for text in TEXTS] == wanted
+        assert (written.bos_id, written.stop_ids) == (ours.bos_id, ours.stop_ids)
+        config = json.loads((tmp_path / to / "tokenizer_config.json").read_text())
+        assert config["chat_template"] == more["tokenizer__chat_template"]
+        assert config["bos_token"] == values["tokens"][ours.bos_id] and config["add_bos_token"] is ours.add_bos
+    if pre != "llama":  # transformers 5 makes other ids of Llama 2's kind itself where spaces are many
+        theirs = AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+        assert [theirs(text)["input_ids"] for text in TEXTS if "<" not in text] == [
+            ids for ids, text in zip(wanted, TEXTS) if "<" not in text
+        ]
+
+
+def test_a_tokenizer_of_ones_own_and_one_that_cannot_be_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {**metadata(trained("gpt-2"), "gpt-2"), "pre": "qwen2"}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(), **settings(**values))
+    checkpoint = open_checkpoint(path)
+    assert open_tokenizer(str(DEMO), checkpoint).encode("a", bos=False, eos=False)
+    with pytest.raises(LlamaError, match="pre is 'qwen2'"):
+        open_tokenizer(None, checkpoint)
+    info(str(path))
+    assert "which cannot be read: " in capsys.readouterr().out
+    convert(str(path), str(tmp_path / "out"), "hf")
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+    assert "the tokenizer is not written: " in caplog.text and "'qwen2'" in caplog.text
+
+
+def test_to_llama2c(tmp_path: Path, demo: tuple[SentencePieceProcessor, dict[str, Any]]) -> None:
+    """A SentencePiece vocabulary becomes tokenizer.bin, as one beside the weights does; another kind is refused."""
+    values = {**demo[1], "bos_token_id": 1, "eos_token_id": 2}
+    params = {**files.GQA, "vocab_size": len(values["tokens"])}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(params), params, **settings(**values))
+    convert(str(path), str(tmp_path / "out"), "llama2c")
+    assert (tmp_path / "out" / "tokenizer.bin").read_bytes() == tokenizer_bin(demo[0])
+    bpe = files.write_gguf(tmp_path / "y.gguf", files.weights(), **settings(**metadata(trained("gpt-2"), "gpt-2")))
+    with pytest.raises(LlamaError, match=r"a vocabulary of the kind tokenizer.json"):
+        convert(str(bpe), str(tmp_path / "other"), "llama2c")
+
+
+def test_built_from_one_file(tmp_path: Path) -> None:
+    values = metadata(trained("smollm"), "smollm")
+    params = {**files.GQA, "vocab_size": len(values["tokens"]) + 3}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(params), params, **settings(**values))
+    generator = Llama.build(str(path), None, max_seq_len=24, max_batch_size=2)
+    try:
+        assert generator.tokenizer.stop_ids == {1}
+        [found] = generator.text_completion(["The cache"], temperature=0, max_gen_len=5, logprobs=True)
+        assert len(found["tokens"]) <= 5
+    finally:
+        generator.close()

@@ -17,6 +17,7 @@ from ..errors import LlamaError
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .codecs import META_CODECS
+from .companions import check_own_tokenizer
 from .files import first_few
 from .memory import gigabytes
 from .source import DTYPES, Source
@@ -37,6 +38,7 @@ def write_checkpoint(source: Source, target: Path, to: str, force: bool = False)
     LlamaError for what cannot be written so, and nothing is left behind.
     """
     _check_settings(source, to)
+    check_own_tokenizer(source.checkpoint)
     if to == "llama2c":
         source.dtype_name = "float32"  # the only type of that format
     source.checkpoint.check_world("shards", source.shards)

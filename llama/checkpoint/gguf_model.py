@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import LlamaError
+from ..rope import check_rope_scaling
 from .checkpoint import Checkpoint, StoredWeight
 from .checks import check_params, check_weights, positive_int
 from .codecs import Codec
@@ -15,7 +17,7 @@ from .files import first_few, format_error
 from .gguf import GGUF, read_gguf
 from .gguf_vocabulary import chat_template, has_tokenizer, tokenizer_data
 
-# llama.cpp's names of weights; wq and wk lie in Meta's order of rows: its converter undoes Hugging Face's.
+# llama.cpp's names of weights and biases; wq and wk lie in Meta's order of rows: its converter undoes Hugging Face's.
 NAMES = {
     "token_embd": "tok_embeddings",
     "attn_q": "attention.wq",
@@ -114,10 +116,11 @@ def _check_part(part: GGUF, index: int, count: int) -> None:
 
 
 def _meta_name(name: str) -> str | None:
-    match = re.fullmatch(r"(?:blk\.(\d{1,9})\.)?(\w+)\.weight", name)
+    match = re.fullmatch(r"(?:blk\.(\d{1,9})\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in NAMES or (match[1] is None) == match[2].startswith(("attn", "ffn")):
         return None
-    return f"{NAMES[match[2]]}.weight" if match[1] is None else f"layers.{int(match[1])}.{NAMES[match[2]]}.weight"
+    ours = f"{NAMES[match[2]]}.{match[3]}"
+    return ours if match[1] is None else f"layers.{int(match[1])}.{ours}"
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -192,8 +195,10 @@ def _rope_scaling(part: GGUF, divisors: Tensor | Codec | None, head_dim: int) ->
         raise format_error(part.path, found, "'none', or 'linear' with a factor above 0")
     if divisors is None:
         return None if factor == 1 else {"rope_type": "linear", "factor": float(factor)}
-    values = divisors.tolist() if isinstance(divisors, Tensor) and divisors.dtype == torch.float32 else []
-    if len(values) != head_dim // 2 or not all(isinstance(v, float) and 0 < v < 1e6 for v in values) or factor != 1:
-        found = f"{DIVISORS} of shape {tuple(divisors.shape)} beside a factor of {factor}"
-        raise format_error(part.path, found, f"{head_dim // 2} numbers above 0 in float32, and no other scaling")
-    return {"rope_type": "divisors", "divisors": values}
+    if factor != 1 or not isinstance(divisors, Tensor) or divisors.ndim != 1:
+        found = f"{DIVISORS} of shape {divisors.shape} beside a factor of {factor}"
+        raise format_error(part.path, found, f"{head_dim // 2} numbers, and no other scaling of the rotary angles")
+    try:
+        return check_rope_scaling({"rope_type": "divisors", "divisors": divisors.tolist()}, head_dim)
+    except LlamaError as error:
+        raise format_error(part.path, f"{DIVISORS}: {error}", "what Llama 3.1's converter writes") from None

@@ -9,10 +9,10 @@ import math
 import struct
 from typing import Any
 
+from ..vocabulary.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, field, number
 from .files import format_error
 from .gguf import GGUF, Array
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, as in SentencePiece
 MAX_TOKENS = 1 << 20
 _KEY = "tokenizer.ggml."
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -93,7 +93,7 @@ def _numbers(part: GGUF, name: str, count: int) -> list[Any]:
 
 
 def _facts(part: GGUF, count: int, absent: dict[str, int], adds_bos: bool) -> dict[str, Any]:
-    """The ids that begin and end a text, and whether BOS begins every one."""
+    """The ids that begin, end and pad a text, and whether BOS begins every one."""
     ids: dict[str, int | None] = {}
     for name in ("bos", "eos", "eot", "eom"):
         value = part.metadata.get(f"{_KEY}{name}_token_id", absent.get(name))
@@ -101,35 +101,17 @@ def _facts(part: GGUF, count: int, absent: dict[str, int], adds_bos: bool) -> di
             raise _error(part, f"{_KEY}{name}_token_id is {value!r:.40}", f"an id from 0 to {count - 1}")
         ids[name] = value
     stops = {token for name, token in ids.items() if name != "bos" and token is not None}
-    add_bos = part.metadata.get(_KEY + "add_bos_token", adds_bos)
-    if not isinstance(add_bos, bool):
+    add_bos, pad = (part.metadata.get(_KEY + name) for name in ("add_bos_token", "padding_token_id"))
+    if add_bos is not None and not isinstance(add_bos, bool):
         raise _error(part, f"{_KEY}add_bos_token is {add_bos!r:.40}", "true or false")
     return {
-        "bos_id": ids["bos"],
-        "eos_id": ids["eos"],
-        "stop_ids": stops,
-        "add_bos": add_bos and ids["bos"] is not None,
+        **{"bos_id": ids["bos"], "eos_id": ids["eos"], "stop_ids": stops},
+        "pad_id": pad if type(pad) is int and 0 <= pad < count else None,
+        "add_bos": (adds_bos if add_bos is None else add_bos) and ids["bos"] is not None,
     }
 
 
 # ------------------------------------------------------------------------------------------- SentencePiece
-
-
-def _varint(value: int) -> bytes:
-    value &= (1 << 64) - 1  # negative numbers take ten bytes
-    out = b""
-    while value > 127:
-        out += bytes([value & 127 | 128])
-        value >>= 7
-    return out + bytes([value])
-
-
-def _number(tag: int, value: int) -> bytes:
-    return _varint(tag << 3) + _varint(value)
-
-
-def _bytes(tag: int, value: bytes) -> bytes:
-    return _varint(tag << 3 | 2) + _varint(len(value)) + value
 
 
 def _sentencepiece(part: GGUF, texts: list[str], types: list[int], facts: dict[str, Any]) -> bytes:
@@ -141,21 +123,21 @@ def _sentencepiece(part: GGUF, texts: list[str], types: list[int], facts: dict[s
             part, f"{len(unknown)} tokens of the type 'unknown' (2), and types {sorted(set(types))!r:.60}", "one"
         )
     pieces = [
-        _bytes(1, _bytes(1, text.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        field(1, field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + number(3, kind))
         for text, score, kind in zip(texts, scores, types, strict=True)
     ]
     bytes_ = sorted(text for text, kind in zip(texts, types, strict=True) if kind == BYTE)
     if bytes_ and bytes_ != [f"<0x{byte:02X}>" for byte in range(256)]:
         raise _error(part, f"{len(bytes_)} tokens of the type 'byte' (6)", "none, or <0x00> to <0xFF>")
-    trainer = _number(3, 2) + _number(35, int(bool(bytes_)))  # BPE; bytes for what has no piece
+    trainer = number(3, 2) + number(35, int(bool(bytes_)))  # BPE; bytes for what has no piece
     special = {"unk": unknown[0], "bos": facts["bos_id"], "eos": facts["eos_id"]}
     for tag, (_, token) in enumerate(special.items()):
-        trainer += _number(40 + tag, token) + _bytes(45 + tag, texts[token].encode())
-    trainer += _number(43, -1)  # no padding
+        trainer += number(40 + tag, token) + field(45 + tag, texts[token].encode())
+    trainer += number(43, 2**64 - 1)  # no padding
     prefix = part.metadata.get(_KEY + "add_space_prefix", True)
     spaces = part.metadata.get(_KEY + "remove_extra_whitespaces", False)
-    normalizer = _bytes(1, b"identity") + _number(3, int(bool(prefix))) + _number(4, int(bool(spaces)))
-    return b"".join(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
+    normalizer = field(1, b"identity") + number(3, int(bool(prefix))) + number(4, int(bool(spaces)))
+    return b"".join(pieces) + field(2, trainer) + field(3, normalizer)
 
 
 # ------------------------------------------------------------------------------------------- BPE over bytes

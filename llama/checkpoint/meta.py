@@ -17,7 +17,7 @@ from ..rope import check_rope_scaling, llama3_scaling, named_scaling
 from .checkpoint import Checkpoint, StoredWeight
 from .checks import PARAMS, SCALED_ROPE, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
-from .companions import copy_companions, copy_tokenizer, special_ids
+from .companions import copy_companions, copy_tokenizer, special_ids, write_tokenizer_config
 from .files import first_few, format_error, read_json, write_json
 from .pth import read_pth
 from .source import Source
@@ -189,7 +189,9 @@ def write(source: Source, folder: Path) -> None:
         torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
     copy_tokenizer(checkpoint, folder)
     copy_companions(checkpoint, folder)
-    ids = special_ids(checkpoint) if checkpoint.format == "hf" else {}
+    if checkpoint.tokenizer_data is not None:
+        write_tokenizer_config(checkpoint, folder, source.window)
+    ids = special_ids(checkpoint) if checkpoint.format in ("hf", "gguf") else {}
     if ids and not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", ids)  # params.json has no place for them
     params = checkpoint.params
