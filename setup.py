@@ -41,6 +41,7 @@ setup(
             "types-tqdm",
             "numpy",
             "safetensors>=0.4.3",
+            "gguf>=0.13",
             "transformers>=4.45",
             "protobuf",
             "tiktoken>=0.7",

@@ -18,7 +18,7 @@ import time
 import traceback
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +235,12 @@ def _child(found: list[Target], first: int, last: int, seed: int, folder: Path, 
             file.flush()
 
 
-def run(count: int, seed: int = 0) -> Counter[End]:
-    """`count` mutations in turn over all targets, in forked children; how many ended how."""
+def run(count: int, seed: int = 0, make: Callable[[Path], list[Target]] = targets) -> Counter[End]:
+    """`count` mutations in turn over all targets of `make`, in forked children; how many ended how."""
     ends: Counter[End] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder, log, work = Path(name), Path(name) / "log", Path(name) / "work"
-        found, index = targets(folder), 0
+        found, index = make(folder), 0
         while index < count:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
@@ -270,10 +270,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gguf", action="store_true", help="GGUF files alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     start = time.monotonic()
-    total = run(args.count, args.seed)
+    total = run(args.count, args.seed, gguf_targets if args.gguf else targets)
     for (end, file), number in sorted(total.items()):
         print(f"{number:7d}  {end:<12} {file}")
     print(f"{args.count} mutations in {time.monotonic() - start:.0f} s")

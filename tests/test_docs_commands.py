@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_files as files
 import pytest
 import reference
 import torch
@@ -274,6 +275,8 @@ def test_commands_run(
     monkeypatch.setattr(sys, "argv", sys.argv)
     if "stories15M.bin" in read(page):
         write_stories(folder)
+    if "model.gguf" in read(page):
+        files.write_gguf(folder / "model.gguf", files.weights())
     capsys.readouterr()
     for command in runnable(page):
         if "--nproc_per_node" in command and len(command) < 4:

@@ -242,3 +242,11 @@ def test_damage_ends_in_an_error_or_a_right_load(count: int) -> None:
     ends = fuzz_checkpoints.run(count, seed=count)
     assert sum(ends.values()) == count and {end for end, _ in ends} <= {"error", "load", "own reader refuses"}
     assert all(sum(n for (end, _), n in ends.items() if end == kind) > count // 10 for kind in ("error", "load"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_damage_of_gguf_files_ends_in_an_error_or_a_right_load() -> None:
+    ends = fuzz_checkpoints.run(20_000, 7, fuzz_checkpoints.gguf_targets)
+    assert sum(ends.values()) == 20_000 and {end for end, _ in ends} <= {"error", "load", "own reader refuses"}
+    assert all(ends[kind, name] > 500 for kind in ("error", "load") for name in ("small.gguf", "wide.gguf"))
