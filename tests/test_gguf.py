@@ -53,6 +53,16 @@ def test_blocks_are_unpacked_as_gguf_does(kind: str) -> None:
     assert torch.equal(ours.rows(5, 9).nan_to_num(7.5), theirs[5:9].nan_to_num(7.5))
 
 
+def test_blocks_in_one_axis_and_another_default_device() -> None:
+    """llama.cpp never stores norms so; `meta` stands for a GPU: nothing is made there."""
+    ours, data = codec("Q8_0", 1, 64, seed=4)
+    with torch.device("meta"):
+        found = BLOCKS[8](ours.blocks[0])
+        assert found.shape == (64,) and torch.equal(found.dequantize(), files.gguf_values(data, "Q8_0")[0])
+        assert torch.equal(found.rows(3, 40), files.gguf_values(data, "Q8_0")[0, 3:40])
+        assert all(codec(kind, 4, 512)[0].dequantize().device.type == "cpu" for kind in KINDS[:8])
+
+
 def test_the_worked_example_of_the_format() -> None:
     blocks = torch.tensor([[0x00, 0x3C, *range(16)]], dtype=torch.uint8)
     assert BLOCKS[2](blocks).dequantize().tolist() == [[*range(-8, 8), *[-8] * 16]]

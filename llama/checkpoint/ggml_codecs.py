@@ -38,13 +38,15 @@ class Blocks(Codec):
 
     def rows(self, start: int, stop: int) -> Tensor:
         """As `Codec.rows`."""
+        if self.blocks.ndim == 1:
+            return self.unpack(self.blocks.view(-1, self.size)).flatten()[start:stop]
         some = self.blocks[start:stop]
         unpacked = self.unpack(some.reshape(-1, self.size))  # (blocks, values)
         return unpacked.reshape(len(some), *self.shape[1:])
 
     def dequantize(self) -> Tensor:
         """As `Codec.dequantize`."""
-        return self.rows(0, len(self.blocks))
+        return self.rows(0, self.shape[0])
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ def _nibbles(bytes_: Tensor) -> Tensor:
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
     """Bit j of four bytes as 16 or 0, for value j (blocks, 32)."""
-    bits = blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)  # (blocks, 4, 8)
+    bits = blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8, device="cpu")  # (blocks, 4, 8)
     return ((bits & 1) << 4).flatten(1)
 
 
@@ -199,7 +201,7 @@ class Q5_K(Blocks):
     def unpack(blocks: Tensor) -> Tensor:
         """As `Blocks.unpack`."""
         scales, minima = _k_scales(blocks)
-        bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]  # (blocks, 8, 32)
+        bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8, device="cpu")[:, None]  # (blocks, 8, 32)
         codes = _k_nibbles(blocks[:, 48:]) | (bits & 1) << 4
         return codes.float().mul_(scales).sub_(minima).flatten(1)
 
@@ -213,7 +215,9 @@ class Q6_K(Blocks):
     def unpack(blocks: Tensor) -> Tensor:
         """As `Blocks.unpack`."""
         low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)  # halves, quarters
-        high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+        high = (
+            blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")[:, None]
+        )
         codes = (low | (high & 3) << 4).float().sub_(32).view(-1, 16, 16)  # (blocks, sub-blocks, values)
         scales = blocks[:, 192:208].view(torch.int8) * _float16(blocks, 208)  # (blocks, 16)
         return codes.mul_(scales[..., None]).flatten(1)

@@ -181,7 +181,7 @@ def _short(value: Any) -> Any:
 
 
 def _float32(value: float) -> Any:
-    return torch.tensor(value, dtype=torch.float32).item()
+    return torch.tensor(value, dtype=torch.float32, device="cpu").item()
 
 
 def _rope_scaling(part: GGUF, divisors: Tensor | Codec | None, head_dim: int) -> dict[str, Any] | None:
