@@ -17,21 +17,27 @@ from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
 from llama.checkpoint import Checkpoint, load_model, open_checkpoint
+from llama.checkpoint.checkpoint import StoredWeight
+from llama.checkpoint.family import describe_context, describe_scaling, describe_targets, family
+from llama.checkpoint.fingerprint import _digest
 from llama.checkpoint.memory import count_parameters, memory_estimate
+from llama.checkpoint.table import all_names
 from llama.cli.convert import convert
+from llama.cli.info import info
+from llama.distributed import linear_layers
 from llama.engine.compiled import compile_model
 from llama.quantization import PrepackedWeight
 from llama.rope import check_rope_scaling, llama3_scaling, named_scaling, rotary_frequencies
 
 GOLDEN = ROOT / "tests" / "golden"
 SCALED, TIED = GOLDEN / "llama3", GOLDEN / "hf-llama3rope"  # made by llama-models, and by transformers 5.24
-LLAMA3 = {**llama3_scaling(8.0), "original_max_position_embeddings": 64.0}  # short, so that every case occurs
+LLAMA3 = {**llama3_scaling(8.0), "original_max_position_embeddings": 16.0}  # short, so that every case occurs
 # One of each, and all together; sizes in which no matrix has the shape of another.
-BASE: dict[str, Any] = {**files.GQA, "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0}
+BASE: dict[str, Any] = {**files.GQA, "multiple_of": 32, "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3": {**BASE, "rope_scaling": LLAMA3},
     "linear": {**BASE, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "head_dim": {**BASE, "head_dim": 12},
+    "head_dim": {**BASE, "head_dim": 24},
     "attention_bias": {**BASE, "attention_bias": True},
     "mlp_bias": {**BASE, "mlp_bias": True},
     "all": {**BASE, "rope_scaling": LLAMA3, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
@@ -149,6 +155,7 @@ def check_on_ranks(folder: Path) -> None:
     close(loaded(folder / "whole", 9100)(figures["long_x"].long(), 0)[:, 9000:], figures["long_logits"], 2e-4)
     figures = golden(TIED)
     close(loaded(TIED)(figures["x"], 0), figures["logits"], 2e-4)
+    close(loaded(TIED, 6100)(figures["long_x"].long(), 0)[:, 6000:], figures["long_logits"], 2e-4)
     for name in VARIANTS:
         for source in (folder / name, folder / f"{name}-2") if name in IN_META else (folder / name,):
             close(loaded(source)(IDS, 0), wanted(name), 2e-4)
@@ -229,6 +236,8 @@ def test_a_variant_is_converted_and_comes_back(tmp_path: Path, name: str, tied: 
     back = open_checkpoint(tmp_path / "c")
     same_weights(source, back)
     assert back.params == source.params and back.tied is tied
+    assert _digest(back) == _digest(source)  # by which ranks with other files see that they have one model
+    assert list(loaded(back).state_dict()) == all_names(2, back.params) == back.names()
     with pytest.raises(LlamaError, match="llama2.c's programs"):
         convert(str(tmp_path / "a"), str(tmp_path / "d"), "llama2c")
 
@@ -246,24 +255,52 @@ def test_params_json_of_a_published_shape_stays_as_it_was(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["head_dim", "meta"])
-def test_quantized_files_keep_biases(tmp_path: Path, name: str) -> None:
-    """int8 from the original and from a file of int8, with and without the compiler's prepacking beside."""
-    write_variant(tmp_path / "a", name)
-    convert(str(tmp_path / "a"), str(tmp_path / "b"), "meta", quantize="int8")
-    for source in (tmp_path / "a", tmp_path / "b"):
-        model = loaded(source, quantize="int8")
-        assert model.layers[0].attention.wq.weight is None
-        assert (model(IDS, 0) - wanted(name)).abs().max() < 0.15
-    with pytest.raises(LlamaError, match="int4"):  # dim 32, but w2 is 112 wide
-        loaded(tmp_path / "a", quantize="int4")
+@pytest.mark.parametrize("name", ["head_dim", "all"])
+@pytest.mark.parametrize("scheme", ["int8", "int4", "int8-dynamic"])
+def test_quantized_models_keep_biases(tmp_path: Path, name: str, scheme: str) -> None:
+    """As the same model with the values that are left of its weights; from the original and from a quantized file."""
+    sources = [write_variant(tmp_path / "a", name)]
+    if name in IN_META and scheme != "int8-dynamic":
+        convert(str(sources[0]), str(tmp_path / "b"), "meta", quantize=scheme)
+        sources.append(tmp_path / "b")
+    for source in sources:
+        model = loaded(source, quantize=scheme)
+        weights = {key: weight.double() for key, weight in variant_weights(name).items()}
+        for layer_name, layer in linear_layers(model):
+            assert layer.weight is None
+            weights[f"{layer_name}.weight"] = layer.packed.dense().double()
+        logits = reference.logits(weights, VARIANTS[name], IDS)
+        assert (model(IDS, 0) - logits).abs().max() < (0.3 if "dynamic" in scheme else 0.12)  # bfloat16 activations
 
 
-@pytest.mark.parametrize("name", [pytest.param("head_dim", marks=pytest.mark.slow), "all"])
+def test_a_quantized_head_is_tied_again(tmp_path: Path) -> None:
+    """Quantized files hold the head in 8 bits beside the embedding; other formats get it back as one."""
+    for tied in (False, True):
+        folder = tmp_path / str(tied)
+        source = open_checkpoint(write_variant(folder / "a", "meta", tied))
+        convert(str(folder / "a"), str(folder / "b"), "meta", quantize="int8")
+        assert loaded(folder / "b").output.packed is not None
+        convert(str(folder / "b"), str(folder / "c"), "hf")
+        back = open_checkpoint(folder / "c")
+        assert back.tied is tied
+        assert torch.equal(back.read("output.weight"), source.read("output.weight")) is tied
+
+
+@pytest.mark.parametrize("name", ["all"])
 def test_compiled_decoding_keeps_biases(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda step, **given: original(step, **{**given, "backend": "eager"}))
+    check_compiled(tmp_path, name, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiled_decoding_of_every_variant(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiled(tmp_path, name, monkeypatch)
+
+
+def check_compiled(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrepackedWeight, "MIN_BYTES", 0)
     model = loaded(write_variant(tmp_path, name))
     generator = Llama(model, NoEnd(), decoder=compile_model(model))
     assert model.layers[0].attention.qkv is not None and model.layers[0].feed_forward.w13 is not None
@@ -425,6 +462,16 @@ def test_a_callers_scaling_is_checked() -> None:
         Transformer(ModelArgs(**sizes, head_dim=5))
 
 
+def test_a_model_with_divisors() -> None:
+    params = {**BASE, "rope_scaling": {"rope_type": "divisors", "divisors": [2.0, 1.5, 8.0, 32.0]}}
+    weights = reference.random_weights(params, 2)
+    model = Transformer(ModelArgs(**params, max_seq_len=16, max_batch_size=2))
+    model.load_state_dict(weights)
+    close(model(IDS, 0), reference.logits(weights, params, IDS), 2e-4)
+    plain = reference.logits(weights, BASE, IDS)
+    assert (plain - model(IDS, 0)).abs().max() > 0.1
+
+
 def test_divisors_of_gguf_are_told_by_name() -> None:
     plain, scaled = (rotary_frequencies(64, 5e5, scaling) for scaling in (None, llama3_scaling(32.0)))
     params = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "divisors", "divisors": (plain / scaled).tolist()}}
@@ -501,6 +548,82 @@ def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
         assert need.kv_cache == sum(tensor.numel() * 4 for tensor in cache)
         two = memory_estimate(params, 64, 4, 2, torch.float32, tied=True)
         assert two == memory_estimate(params, 64, 4, 2, torch.float32)  # each rank has another part of the two
+
+
+def shaped(rows: int, dim: int, format: str = "meta", path: Path = Path("nowhere"), **params: Any) -> Checkpoint:
+    """A checkpoint of these sizes, of which `info` looks at the settings and the rows of the embedding."""
+    full = {**VARIANTS["linear"], "rope_theta": 10000.0, "norm_eps": 1e-5, "rope_scaling": None, "dim": dim, **params}
+    embedding = StoredWeight([torch.zeros(1).expand(rows, dim)])
+    return Checkpoint(path, format, full, {"tok_embeddings.weight": embedding}, [])
+
+
+BY_8, BY_32 = llama3_scaling(8.0), llama3_scaling(32.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "params", "name", "context"),
+    [
+        (32000, 4096, {}, "Llama 1 or 2", "4096"),
+        (32001, 5120, {}, "Llama 1 or 2", "4096"),
+        (32016, 4096, {"rope_theta": 1e6}, "Code Llama", "16384"),
+        (32000, 8192, {"rope_theta": 1e6}, "Code Llama", "16384"),
+        (128256, 4096, {"rope_theta": 5e5}, "Llama 3", "8192"),
+        (128256, 8192, {"rope_theta": 5e5, "rope_scaling": BY_8}, "Llama 3.1 to 3.3", "131072"),
+        (128256, 2048, {"rope_theta": 5e5, "rope_scaling": BY_32}, "Llama 3.2", "131072"),
+        (49152, 576, {}, "other, of Llama's architecture", None),
+        (32000, 4096, {"attention_bias": True}, "other, of Llama's architecture", None),
+    ],
+)
+def test_the_family_is_told(rows: int, dim: int, params: dict[str, Any], name: str, context: str | None) -> None:
+    checkpoint = shaped(rows, dim, **params)
+    assert family(checkpoint) == name
+    assert describe_context(checkpoint) == (f"not stored; {context} in this family" if context else "not stored")
+
+
+def test_info_of_every_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in VARIANTS:
+        write_variant(tmp_path / name, name, tied=True)
+        info(str(tmp_path / name))
+        lines = capsys.readouterr().out.splitlines()
+        [besides] = (line for line in lines if line.startswith("besides"))
+        for field in ("head_dim", "attention_bias", "mlp_bias"):
+            assert (field.replace("_bias", " bias") in besides) == (field in VARIANTS[name]), (name, besides)
+        said = " ".join(" ".join(lines).split())
+        rope = VARIANTS[name].get("rope_scaling", {"rope_type": "none"})
+        assert f"rope scaling {rope['rope_type']}" in said and "hf (tied head)" in said
+        assert ("as config.json says" in said) == ("factor" in rope)
+        assert "llama2c is refused: rope_theta=500000.0" in said and "ranks 1, 2 " in said
+        assert ("meta is refused: its rotary angles" in said) == (name not in IN_META)
+    for folder, words in (
+        (SCALED, "factor 32, .* \\(params.json names no factor; dim 64 < 4096 means 32\\)"),
+        (scaled_by_8(tmp_path), "factor 8, .* \\(params.json's rope_scaling_factor\\)"),
+        (
+            files.write_hf(tmp_path / "m", files.weights(), **MISTRAL, sliding_window=None),
+            "other .model_type 'mistral'",
+        ),
+    ):
+        info(str(folder))
+        assert re.search(words, capsys.readouterr().out), words
+
+
+def test_what_info_says_of_divisors() -> None:
+    plain, scaled = (rotary_frequencies(64, 5e5, scaling) for scaling in (None, BY_32))
+    for divisors, words, targets in (
+        ((plain / scaled).tolist(), "llama3, factor 32, .*told by the file's divisors", "to meta, hf; llama2c"),
+        ([1.0] * 32, "none .the file's divisors are all 1", "to meta, hf; llama2c"),
+        ([2.0] * 31 + [3.0], "by the file's own divisors", "to nothing; meta is refused: .*; hf is refused: each"),
+    ):
+        scaling = {"rope_type": "divisors", "divisors": divisors}
+        checkpoint = shaped(128256, 2048, "gguf", rope_theta=5e5, n_heads=32, rope_scaling=scaling)
+        assert re.match(words, describe_scaling(checkpoint)) and re.match(targets, describe_targets(checkpoint))
+
+
+def test_llama2c_names_what_its_programs_do_not_know(tmp_path: Path) -> None:
+    for name in ("head_dim", "attention_bias", "mlp_bias", "linear"):
+        write_variant(tmp_path / name, name, rope_theta=10000.0, norm_eps=1e-5)
+        field = "rope_scaling" if name == "linear" else name
+        with pytest.raises(LlamaError, match=f"has {field}, which llama2.c's programs do not know"):
+            convert(str(tmp_path / name), str(tmp_path / "c"), "llama2c")
 
 
 # ---------------------------------------------------------------------------------- the real transformers

@@ -18,6 +18,7 @@ from .pth import read_pth
 from .safetensors import read_safetensors, write_safetensors
 from .source import Source
 from .table import BIASES, IGNORABLE, hf_name, meta_name, rotary_heads
+from .tokenizers import write_tokenizer_json
 
 logger = logging.getLogger("llama")
 _NUMBERED = re.compile(r"-(\d{1,9})-of-(\d{1,9})$")
@@ -160,6 +161,7 @@ def write(source: Source, folder: Path) -> None:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
     copy_companions(checkpoint, folder)
+    write_tokenizer_json(checkpoint, folder, source.window)
     if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
         copy_tokenizer(checkpoint, folder)
     write_tokenizer_config(checkpoint, folder, source.window)

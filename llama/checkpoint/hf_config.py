@@ -4,6 +4,7 @@ transformers has two spellings: up to 4 `rope_theta` and `rope_scaling` at the t
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +145,22 @@ def _one_scaling(path: Path, config: dict[str, Any], name: str, rope: dict[str, 
 # -------------------------------------------------------------------------------------------------- write
 
 
+def obstacle(params: Mapping[str, Any]) -> str | None:
+    """Why config.json cannot say these settings; None where it can."""
+    scaling = named_scaling(params)
+    if scaling is None or scaling["rope_type"] != "divisors":
+        return None
+    return "each rotary frequency is divided by a number of its own (GGUF's rope_freqs), which is none of its rules"
+
+
 def config_of(source: Source) -> dict[str, Any]:
     """config.json's fields in the older spelling, which every version of transformers reads. LlamaError for a scaling
     of the rotary angles that it has no name for.
     """
     params, numbers, scaling = source.params, sizes(source.params), named_scaling(source.params)
-    if scaling is not None and scaling["rope_type"] == "divisors":
-        found = f"{source.checkpoint.path} divides each rotary frequency by a number of its own (GGUF's rope_freqs)"
-        raise LlamaError(f"{found}, which is none of Hugging Face's rules: it cannot be written")
+    reason = obstacle(params)
+    if reason is not None:
+        raise LlamaError(f"{source.checkpoint.path}: {reason}: config.json cannot say that")
     if scaling is not None and scaling["rope_type"] == "llama3":
         window = "original_max_position_embeddings"
         scaling = {**scaling, window: int(scaling[window])}

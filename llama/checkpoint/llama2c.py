@@ -165,17 +165,21 @@ def read_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
 # -------------------------------------------------------------------------------------------------- write
 
 
+def obstacle(params: Mapping[str, Any]) -> str | None:
+    """What of these settings llama2.c's programs do not compute; None where they do."""
+    if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
+        found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
+        return f"{found}; llama2.c's programs compute with 10000.0 and 1e-05 only"
+    added = [name for name in ("head_dim", "rope_scaling", *BIASES) if params.get(name)]
+    return f"{', '.join(added)}, which llama2.c's programs do not know" if added else None
+
+
 def write(source: Source, folder: Path) -> None:
     """model.bin (version 0, float32) and tokenizer.bin."""
     params, numbers, checkpoint = source.params, sizes(source.params), source.checkpoint
-    if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
-        found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
-        raise LlamaError(f"{checkpoint.path} has {found}; llama2.c's programs compute with 10000.0 and 1e-05 only")
-    added = [name for name in ("head_dim", "rope_scaling", *BIASES) if params.get(name)]
-    if added:
-        raise LlamaError(
-            f"{checkpoint.path} has {', '.join(added)}, which llama2.c's programs do not know: write to='hf'"
-        )
+    reason = obstacle(params)
+    if reason is not None:
+        raise LlamaError(f"{checkpoint.path} has {reason}")
     check_for_llama2c(checkpoint)
     ints = (numbers["dim"], numbers["ffn"], int(params["n_layers"]), numbers["heads"], numbers["kv_heads"])
     header = Header(*ints, numbers["vocab"], source.window)

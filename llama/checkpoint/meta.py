@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,14 @@ REFUSED = (
 )
 
 
+SMALL = 4096  # Llama 3.2's models are narrower than this
+
+
 def rule_factor(dim: int) -> float:
     """By what `use_scaled_rope` divides long wavelengths where params.json names no factor: 32 in Llama 3.2's small
     models, 8 in all others (facts: rope scaling; the reference takes 8 for all, and degrades at long range).
     """
-    return 32.0 if dim < 4096 else 8.0
+    return 32.0 if dim < SMALL else 8.0
 
 
 def _scaled_rope(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -204,20 +208,27 @@ def write(source: Source, folder: Path) -> None:
     write_json(folder / "params.json", settings | scaled_rope)
 
 
+def obstacle(params: Mapping[str, Any]) -> str | None:
+    """Why params.json cannot say these settings; None where it can."""
+    scaling = named_scaling(params)
+    if scaling is None or (scaling["rope_type"] == "llama3" and scaling == llama3_scaling(scaling["factor"])):
+        return None
+    listed = ", ".join(f"{name} {value!r:.40}" for name, value in scaling.items())
+    return (
+        f"its rotary angles are scaled by {listed}; params.json can say Llama 3's rule only "
+        f"(low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192)"
+    )
+
+
 def _rope_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """How params.json says the scaling of the rotary angles; LlamaError where it cannot."""
-    scaling = named_scaling(checkpoint.params)
+    reason, scaling = obstacle(checkpoint.params), named_scaling(checkpoint.params)
+    if reason is not None:
+        raise LlamaError(f"{checkpoint.path}: {reason}: write to='hf'")
     if scaling is None:
         return {}
-    factor = scaling.get("factor", 1.0)
-    if scaling != llama3_scaling(factor):
-        listed = ", ".join(f"{name} {value!r:.40}" for name, value in scaling.items())
-        raise LlamaError(
-            f"{checkpoint.path} scales its rotary angles by {listed}; params.json can say Llama 3's rule only "
-            f"(low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192): write to='hf'"
-        )
-    usual = factor == rule_factor(checkpoint.params["dim"])
-    return {"use_scaled_rope": True} | ({} if usual else {"rope_scaling_factor": factor})
+    usual = scaling["factor"] == rule_factor(checkpoint.params["dim"])
+    return {"use_scaled_rope": True} | ({} if usual else {"rope_scaling_factor": scaling["factor"]})
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -1,13 +1,17 @@
 """The tokenizer of a checkpoint: its file, and what the files of settings beside it say of its special tokens."""
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from ..errors import LlamaError
 from ..tokenizer import Facts, Tokenizer
-from ..vocabulary import LARGEST_ID, read_file
+from ..vocabulary import LARGEST_ID, from_tiktoken, kind_of, read_file
 from .checkpoint import Checkpoint
-from .files import only_our_errors, read_json
+from .files import only_our_errors, read_json, write_json
+
+logger = logging.getLogger("llama")
 
 # In this order: the first needs no further package; what lies in original/ is Meta's, beside Hugging Face's files.
 NAMES = ("tokenizer.model", "tokenizer.json", "tokenizer.bin", "original/tokenizer.model")
@@ -129,6 +133,25 @@ def describe_tokenizer(checkpoint: Checkpoint) -> str:
         return f"{place}, which cannot be read: {error}"
     ends = ", ".join(map(str, sorted(tokenizer.stop_ids)))
     return f"{place} ({tokenizer.vocabulary.kind}, {tokenizer.n_words} pieces, stop ids {ends or 'none'})"
+
+
+def write_tokenizer_json(checkpoint: Checkpoint, folder: Path, context: int) -> None:
+    """Llama 3's tiktoken file as tokenizer.json and its settings: Hugging Face's programs read nothing else of it."""
+    path = checkpoint.tokenizer_path
+    if path is None or (folder / "tokenizer.json").exists() or kind_of(read_file(path)) != "tiktoken":
+        return
+    try:
+        tokenizer = open_tokenizer(path, checkpoint)
+    except LlamaError as error:
+        logger.warning("tokenizer.json is not written: %s", error)
+        return
+    text = json.dumps(from_tiktoken(tokenizer.vocabulary), ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    if not (folder / "tokenizer_config.json").exists():
+        marks = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        named = {name: tokenizer.vocabulary.piece(token) for name, token in marks.items()}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, **named}
+        write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
 
 
 def _given_path(path: Path) -> Path:

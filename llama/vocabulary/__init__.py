@@ -6,11 +6,20 @@ from pathlib import Path
 
 from ..errors import LlamaError
 from .base import LARGEST_ID, Vocabulary
-from .hf import LARGEST, JsonVocabulary
+from .hf import LARGEST, JsonVocabulary, from_tiktoken
 from .sentencepiece import SentencePieceProcessor, SentencePieceVocabulary
 from .tiktoken import TiktokenVocabulary
 
-__all__ = ["LARGEST_ID", "SentencePieceProcessor", "Vocabulary", "kind_of", "make_vocabulary", "read_file"]
+__all__ = [
+    "LARGEST_ID",
+    "SentencePieceProcessor",
+    "TiktokenVocabulary",
+    "Vocabulary",
+    "from_tiktoken",
+    "kind_of",
+    "make_vocabulary",
+    "read_file",
+]
 
 _LARGEST = 2**24  # bytes of a SentencePiece or tiktoken file; Llama 2's has half a million, Llama 3's two
 _TIKTOKEN = re.compile(rb"[a-z0-9+/]+=* \d+\r?\n", re.IGNORECASE)

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import LlamaError
 from .base import LARGEST_ID, TAG, BytePieces, check_utf8, import_extra, show
-from .tiktoken import STOPS
+from .tiktoken import PATTERN, STOPS, TiktokenVocabulary
 
 LARGEST = 2**25  # bytes; Llama 3's has 9 to 17 million
 MOST_PARTS = 2_000_000  # arrays and objects in one file; Llama 3's has 280 thousand, one a merge
@@ -95,7 +96,16 @@ class JsonVocabulary:
                 self._model.normalizer, self._model.pre_tokenizer = spaces
                 self._model.encode_special_tokens = not specials
                 self._set_up = (prefix_space, specials)
-            return self._model.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            try:
+                return self._model.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic in Rust is no Exception; a file's pattern that does not end is one
+                found = " ".join(str(error).split())
+                raise LlamaError(
+                    f"the tokenizers package cannot encode a text of {len(text)} characters by this tokenizer.json: "
+                    f"{found:.200}; use the tokenizer.model that came with the weights"
+                ) from error
 
     def _as_text(self, ids: list[int]) -> Iterator[int]:
         """Ids of a text in which a control piece came out of merges: the ids of its letters in its place."""
@@ -253,3 +263,48 @@ def _from_fallback(piece: str) -> bytes:
         except ValueError:
             pass
     return piece.replace("\u2581", " ").encode()
+
+
+# ------------------------------------------------------------------------------------------- writing
+
+
+def from_tiktoken(vocabulary: TiktokenVocabulary) -> dict[str, Any]:
+    """Llama 3's tiktoken file as the tokenizer.json that transformers, vLLM and llama.cpp's converter read."""
+    ranks = vocabulary.ranks()
+    letters = {byte: letter for letter, byte in _ALPHABET.items()}
+    names = {piece: "".join(letters[byte] for byte in piece) for piece in ranks}
+    merges: list[list[str]] = []
+    for piece in sorted(ranks, key=ranks.__getitem__):  # a merge's place is its priority: the rank of what it makes
+        halves = ((piece[:n], piece[n:]) for n in range(1, len(piece)))
+        known = [(ranks[a], ranks[b], a, b) for a, b in halves if a in ranks and b in ranks]
+        merges += [[names[a], names[b]] for _, _, a, b in sorted(known)]
+    first = next(name for name, token in vocabulary.special_ids.items() if token == vocabulary.bos_id)
+    text, level = {"Sequence": {"id": "A", "type_id": 0}}, {"type": "ByteLevel", "add_prefix_space": False}
+    level |= {"trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": token, "content": name, **flags, "special": True} for name, token in vocabulary.special_ids.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": first, "type_id": 0}}, text],
+            "pair": [{"SpecialToken": {"id": first, "type_id": 0}}, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {first: {"id": first, "ids": [vocabulary.bos_id], "tokens": [first]}},
+        },
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            "byte_fallback": False,
+            "fuse_unk": False,
+            "vocab": {names[piece]: rank for piece, rank in ranks.items()},
+            "merges": merges,
+        },
+    }

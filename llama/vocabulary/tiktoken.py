@@ -79,9 +79,13 @@ class TiktokenVocabulary:
         """As `Vocabulary.piece`."""
         return show(self._pieces[token])
 
+    def ranks(self) -> dict[bytes, int]:
+        """Piece to rank, as in the file."""
+        return {self._pieces[token]: token for token in range(self.n_words - N_SPECIAL)}
+
     def __getstate__(self) -> dict[str, Any]:
-        ranks = {self._pieces[token]: token for token in range(self.n_words - N_SPECIAL)}
-        return {"ranks": "".join(f"{base64.b64encode(piece).decode()} {token}\n" for piece, token in ranks.items())}
+        lines = (f"{base64.b64encode(piece).decode()} {token}\n" for piece, token in self.ranks().items())
+        return {"ranks": "".join(lines)}
 
     def __setstate__(self, state: dict[str, str]) -> None:
         TiktokenVocabulary.__init__(self, state["ranks"].encode())
