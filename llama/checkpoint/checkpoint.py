@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from .codecs import Codec
+from .files import format_error, stamp
 from .mapping import drop_pages
 from .table import weight_spec
 
@@ -159,6 +160,19 @@ class Checkpoint:
         """
         return self.tokenizer_source() if self.tokenizer_source else None
 
+    def __post_init__(self) -> None:
+        self._stamps = [stamp(file) for file in self.files]
+
+    def check_unchanged(self) -> None:
+        """LlamaError where a file was written to, or cut, since it was opened: weights would be of two versions, and a
+        page behind its end would end the process. One that has another in its place stays mapped as it was.
+        """
+        for file, before in zip(self.files, self._stamps, strict=True):
+            now = stamp(file)
+            if before and now and now != before and now[:2] == before[:2]:
+                found = "the file was written to after it was opened"
+                raise format_error(file, found, "one that nobody writes: try again once it is whole")
+
     @property
     def folder(self) -> Path:
         """Where the files are that belong to it."""
@@ -205,6 +219,7 @@ class Checkpoint:
         return tuple(shape)
 
     def _slices(self, name: str, rank: int, world: int) -> list[Slice]:
+        self.check_unchanged()
         axis, shape = weight_spec(name).axis, self.local_shape(name, world)
         return self.weights[name].slices(axis or 0, 0 if axis is None else rank * shape[axis], shape[axis or 0])
 
