@@ -88,10 +88,10 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
     if path is None or path.suffix != ".model":
         return None
     try:
-        data = path.read_bytes()
+        data = read_file(path)
         check_proto(data)
         return SentencePieceProcessor(model_proto=data)
-    except (RuntimeError, OSError, ValueError):
+    except (RuntimeError, OSError, ValueError, LlamaError):
         return None
 
 
@@ -99,11 +99,8 @@ def own_vocabulary(checkpoint: Checkpoint) -> SentencePieceProcessor | None:
     """As `read_vocabulary`, of the tokenizer beside the weights, or in their own file."""
     if checkpoint.tokenizer_data is None:
         return read_vocabulary(checkpoint.tokenizer_path)
-    data = checkpoint.tokenizer_data[0]
-    try:
-        return SentencePieceProcessor(model_proto=data) if kind_of(data) == "SentencePiece" else None
-    except RuntimeError:
-        return None
+    tokenizer = try_tokenizer(checkpoint)
+    return None if tokenizer is None else tokenizer.sp_model
 
 
 def check_own_tokenizer(checkpoint: Checkpoint) -> None:
@@ -113,6 +110,13 @@ def check_own_tokenizer(checkpoint: Checkpoint) -> None:
     except LlamaError as error:
         logger.warning("the tokenizer is not written: %s", error)
         checkpoint.tokenizer_source = checkpoint.tokenizer_data = None
+
+
+def _is_vocabulary(path: Path) -> bool:
+    try:
+        return bool(Tokenizer(str(path)))
+    except (LlamaError, OSError, ImportError):
+        return False
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
@@ -128,7 +132,7 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -
         logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
     elif to_bin and path.suffix == ".model":
         logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
-    elif leads_outside(path) and read_vocabulary(path) is None:
+    elif leads_outside(path) and not _is_vocabulary(path):
         logger.warning("%s is a link out of its folder, to no vocabulary, and is not copied along", path)
     else:
         shutil.copyfile(path, folder / path.name)

@@ -1,13 +1,13 @@
 """What a model needs in memory, and whether the device has it."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..arguments import environment_integer
 from ..errors import LlamaError
 from ..quantization import SCHEMES, head_can_embed, weight_scheme
 from .table import sizes, specs
@@ -129,7 +129,7 @@ def check_memory(
     need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
     need = need._replace(graphs=graph_memory(vars(args), ranks, dtype, graph_rows))
     free = free_memory(device)
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
+    here = min(ranks, environment_integer("LOCAL_WORLD_SIZE", str(ranks))) if device.type == "cpu" else 1
     if free is None or need.total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
