@@ -31,6 +31,7 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
+        "jinja2": ["jinja2>=3.1.6"],  # a checkpoint's own chat template
         "tiktoken": ["tiktoken>=0.7"],  # Llama 3's tokenizer.model
         "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
@@ -42,6 +43,7 @@ setup(
             "numpy",
             "safetensors>=0.4.3",
             "gguf>=0.13",
+            "jinja2>=3.1.6",
             "transformers>=4.45",
             "protobuf",
             "tiktoken>=0.7",

@@ -35,6 +35,7 @@ def chat(
     dtype: str | None = None,
     quantize: str | None = None,
     compile: bool = False,
+    chat_format: str | None = None,
 ) -> None:
     """Chat with a model, line by line, at a terminal or through a pipe.
 
@@ -55,8 +56,10 @@ def chat(
         dtype: float32, bfloat16 or float16; by default what suits the device.
         quantize: int8, int4 or int8-dynamic: quantize the weights while loading.
         compile: Compile the decoding step: slower to start, then faster.
+        chat_format: llama2, llama3, chatml or template (the checkpoint's own); by default what suits the checkpoint.
     """
     build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "timeout": _WEEK}
+    build["chat_format"] = chat_format
     with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
         conversation = Conversation(generator, system)
         for line in _lines():
