@@ -93,6 +93,15 @@ def test_the_tokenizer(path: Path, folder: Path, generator: Llama) -> None:
     assert 2 not in ours.encode("<|im_end|>", bos=False, eos=False)
 
 
+def test_chat_by_its_own_template(folder: Path, generator: Llama) -> None:
+    theirs, tokenizer = AutoTokenizer.from_pretrained(str(folder)), generator.tokenizer
+    dialog = [{"role": "user", "content": "Name three primary colors."}]
+    wanted = theirs.apply_chat_template(dialog, add_generation_prompt=True, return_dict=False)
+    assert generator.chat_format.encode(tokenizer, dialog) == wanted and wanted.count(2) == 2
+    [answer] = generator.chat_completion([dialog], temperature=0, max_gen_len=NEW)
+    assert all(color in answer["generation"]["content"] for color in ("Red", "Blue", "Yellow"))
+
+
 def test_the_values_are_ggufs(path: Path) -> None:
     checkpoint, stored = open_checkpoint(path), {one.name: one for one in gguf.GGUFReader(path).tensors}
     for ours, theirs in (("layers.7.feed_forward.w2", "blk.7.ffn_down"), ("tok_embeddings", "token_embd")):

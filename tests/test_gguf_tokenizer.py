@@ -289,3 +289,25 @@ def test_built_from_one_file(tmp_path: Path) -> None:
         assert len(found["tokens"]) <= 5
     finally:
         generator.close()
+
+
+def test_its_chat_template_knows_its_special_tokens(tmp_path: Path) -> None:
+    """The same ids as transformers makes with the folder that is written of it."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    values = metadata(trained("llama-bpe"), "llama-bpe")
+    params = {**files.GQA, "vocab_size": len(values["tokens"])}
+    more = {"tokenizer__chat_template": template}
+    path = files.write_gguf(tmp_path / "x.gguf", files.weights(params), params, **settings(**values), **more)
+    convert(str(path), str(tmp_path / "hf"), "hf")
+    dialog = [{"role": "user", "content": "What is a cache?"}]
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    wanted = theirs.apply_chat_template(dialog, add_generation_prompt=True, return_dict=False)
+    generator = Llama.build(str(path), None, max_seq_len=64, max_batch_size=1)
+    try:
+        ids = generator.chat_format.encode(generator.tokenizer, dialog)
+    finally:
+        generator.close()
+    assert ids == wanted and ids[0] == 0 and 1 in ids
