@@ -118,6 +118,8 @@ class Llama:
         timeout: float | datetime.timedelta | None = None,
         quantize: str | None = None,
         compile: bool = False,
+        lora: str | Sequence[str] | None = None,
+        lora_scale: float | Sequence[float] = 1.0,
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
 
@@ -125,8 +127,8 @@ class Llama:
         `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` (seconds) bounds each wait for other
         ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or "int8-dynamic" (llama/quantization) holds the
         layers' weights in fewer bytes; `compile` decodes in compiled static shapes (engine/compiled.py), slow to start
-        and fast from then on; with either the packed layers' `weight` is None. Seeds torch's global generator with
-        `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
+        and fast from then on; with either the packed layers' `weight` is None. `lora`, the folder of a PEFT adapter or
+        several, is merged while loading, times `lora_scale` (one, or one each). Seeds torch's global generator with `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
@@ -134,7 +136,7 @@ class Llama:
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
             with distributed.raise_on_all_ranks("loading"):
-                checkpoint = checkpoints.open_checkpoint(ckpt_dir)
+                checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
                 model = checkpoints.load_model(
                     checkpoint,

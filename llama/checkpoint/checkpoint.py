@@ -5,6 +5,7 @@ One weight at a time goes this way; every step is one function here (or a codec'
     parts of the weight in the files   mapped tensors, or codecs of quantized ones; `StoredWeight`
     slice                              what this rank needs of each part
     dequantize                         `Codec.dequantize`
+    merge                              LoRA: what adapters add, rounded once to the type it is placed in; `LowRank`
     permute                            wq and wk of Hugging Face's order: `halves_to_pairs`
     place                              merged, cast and copied where it belongs (`copy`), the file's pages given back
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from .codecs import Codec
+from .lowrank import Adapter, LowRank
 from .mapping import drop_pages
 from .table import weight_spec
 
@@ -55,7 +57,12 @@ def halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
     """The inverse of `halves_to_pairs`, in the weight's own shape."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    return as_halves(weight, heads).reshape(weight.shape)
+
+
+def as_halves(weight: Tensor, heads: int) -> Tensor:
+    """A weight in Meta's order, its rows seen in Hugging Face's: a view (heads, 2, k/2, dim)."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2)
 
 
 class Slice(NamedTuple):
@@ -84,6 +91,7 @@ class StoredWeight:
     parts: Sequence[Tensor | Codec]
     axis: int = 0
     hf_heads: int = 0  # above 0: rows are in Hugging Face's order, for this many heads
+    changes: tuple[LowRank, ...] = ()  # of LoRA adapters, in the order in which they are added
 
     @property
     def codec(self) -> Codec | None:
@@ -133,6 +141,7 @@ class Checkpoint:
     mapped: bool = True  # every part is; some old files are read instead
     tokenizer_path: Path | None = None
     in_use: bool = False  # a model uses the mapped pages
+    adapters: tuple[Adapter, ...] = ()  # that `weights` have in them already
 
     @property
     def folder(self) -> Path:
@@ -152,8 +161,8 @@ class Checkpoint:
     @property
     def quantized(self) -> str | None:
         """ "int8" or "int4" where the layers' weights are stored so (`convert --quantize`)."""
-        codec = self.weights["layers.0.attention.wq.weight"].codec
-        return codec.scheme if codec else None
+        codecs = (weight.codec for name, weight in self.weights.items() if name.startswith("layers."))
+        return next((codec.scheme for codec in codecs if codec), None)  # an adapter may have replaced some
 
     def names(self) -> list[str]:
         """Meta's keys, in the order of the model's `state_dict`."""
@@ -166,6 +175,10 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; float32 where quantized values are dequantized."""
         return self.weights[name].dtype
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        """The type to write it in: the stored one, but the base model's where an adapter holds it whole."""
+        return next((one.replaced[name] for one in self.adapters if name in one.replaced), self.dtype(name))
 
     def local_shape(self, name: str, world: int) -> tuple[int, ...]:
         """The shape of each rank's part; LlamaError where it cannot be sharded over `world` ranks."""
@@ -184,21 +197,26 @@ class Checkpoint:
         return self.weights[name].slices(axis or 0, 0 if axis is None else rank * shape[axis], shape[axis or 0])
 
     def in_one_part(self, name: str, rank: int, world: int) -> Tensor | None:
-        """This rank's part where one part of the files holds all of it, in Meta's order; else None."""
-        slices = self._slices(name, rank, world)
-        return slices[0].values() if len(slices) == 1 and not self.weights[name].hf_heads else None
+        """This rank's part where one part of the files holds all of it, in Meta's order, unchanged; else None."""
+        weight, slices = self.weights[name], self._slices(name, rank, world)
+        return slices[0].values() if len(slices) == 1 and not weight.hf_heads and not weight.changes else None
 
-    def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
-        """This rank's part in Meta's order: the mapped pages themselves where they are that part, else a copy."""
+    def read(self, name: str, rank: int = 0, world: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part in Meta's order: the mapped pages themselves where they are that part; else a copy, of
+        `dtype` (None: the stored type), to which what adapters add is rounded.
+        """
         part = self.in_one_part(name, rank, world)
         if part is None:
-            part = torch.empty(self.local_shape(name, world), dtype=self.dtype(name), device="cpu")
+            part = torch.empty(self.local_shape(name, world), dtype=dtype or self.dtype(name), device="cpu")
             self.read_into(part, name, rank, world)
         return part
 
     def read_into(self, target: Tensor, name: str, rank: int = 0, world: int = 1) -> None:
         """Copy this rank's part into `target`, in Meta's order and the type of `target`; pages are given back."""
         weight, offset = self.weights[name], 0
+        if weight.changes:
+            self._merge_into(target, name, rank, world)
+            return
         for one in self._slices(name, rank, world):
             values = one.values()
             place = target.narrow(weight.axis, offset, values.shape[weight.axis])
@@ -209,10 +227,29 @@ class Checkpoint:
             if self.mapped:
                 _drop_pages(one.part)
 
+    def _merge_into(self, target: Tensor, name: str, rank: int, world: int) -> None:
+        """`read_into` with what adapters add, in the order of the files' rows, as the matrices of adapters are."""
+        weight, axis, offset = self.weights[name], weight_spec(name).axis or 0, 0
+        if weight.hf_heads:
+            target = as_halves(target, weight.hf_heads // world)
+        slices, parts = self._slices(name, rank, world), []
+        for one in slices:
+            values = one.values()
+            place = target if len(slices) == 1 else target.narrow(weight.axis, offset, values.shape[weight.axis])
+            offset += values.shape[weight.axis]
+            parts.append((place, values.view(place.shape)))
+        size = self.local_shape(name, world)[axis]
+        for change in weight.changes:
+            change.add_to(parts, weight.axis, axis, rank * size, size)
+            parts = [(target, target)]
+        self.drop_pages(name)
+
     def quantized_shard(self, name: str, rank: int = 0, world: int = 1) -> Codec | None:
         """This rank's part as kernels take it, where it is stored so. ValueError where a group would be split."""
         codec, axis = self.weights[name].codec, weight_spec(name).axis
-        return codec.shard(axis, rank, world) if codec and codec.scheme and axis is not None else None
+        if codec is None or codec.scheme is None or axis is None or self.weights[name].changes:
+            return None
+        return codec.shard(axis, rank, world)
 
     def drop_pages(self, name: str) -> None:
         """Give back the memory of a weight's pages, once what was read from them has been used."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
 from .files import first_few, format_error, only_our_errors, read_head
+from .lora import CONFIG, add_adapters
 from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
@@ -49,8 +50,8 @@ logger = logging.getLogger("llama")
 T = TypeVar("T")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a folder or a file of any known format, told by its content.
+def open_checkpoint(path: str | Path, lora: Any = None, lora_scale: Any = 1.0) -> Checkpoint:
+    """Open a folder or a file of any known format, told by its content, with the LoRA adapters `lora` (`add_adapters`).
 
     LlamaError says what was found and what was expected; FileNotFoundError where a file is missing.
     """
@@ -65,7 +66,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
         beside = (checkpoint.folder / name for name in names)
         checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
-        return checkpoint
+    return add_adapters(checkpoint, lora, lora_scale)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -73,9 +74,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         return any(any(folder.glob(pattern)) for pattern in patterns)
 
     if holds("adapter_config.json", "adapter_model.*"):
-        raise format_error(
-            folder, "a LoRA adapter (adapter_config.json)", "a model: merge it into its base model first"
-        )
+        found = f"a LoRA adapter ({CONFIG})"
+        raise format_error(folder, found, f"the model it was made for: give that, and lora={str(folder)!r} (--lora)")
     hf_weights = holds("*.safetensors", "pytorch_model*.bin")
     shards = "consolidated.*.pth" if hf_weights and holds("config.json") else "*.pth"  # such as rng_state.pth
     if holds("params.json") and holds(shards):
@@ -161,7 +161,8 @@ def load(
     weights, before anything is changed, and what cannot be packed when it is met.
     """
     if checkpoint.in_use:  # that model writes to those pages when it is trained: map them anew
-        checkpoint = open_checkpoint(checkpoint.path)
+        given = checkpoint.adapters
+        checkpoint = open_checkpoint(checkpoint.path, [one.path for one in given], [one.scale for one in given])
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
     check_shapes(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
@@ -194,7 +195,8 @@ def _packed(
             if not scheme.startswith(str(stored.scheme)):  # a head in int4, as earlier versions wrote it
                 scheme = str(stored.scheme)
             return pack_quantized(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
-        return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
+        merged = torch.float32 if checkpoint.weights[name].changes else None  # quantizing rounds enough
+        return pack(checkpoint.read(name, rank, world, merged).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
     finally:
