@@ -1,0 +1,86 @@
+"""What LoRA adds to a weight: the product of two small matrices, made for a rank's part and added while that is read."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LlamaError
+from .mapping import raw_bytes
+
+BLOCK = 1 << 20  # values that are added at once: what arises beside the product stays small
+_ONE_AT_A_TIME = threading.Lock()  # a product is as large as its weight in float32, and several threads load
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """W += scale * B A, or its transpose for an embedding; `b` has the rows in the order in which the base stores them."""
+
+    origin: Path
+    module: str  # Hugging Face's name, for messages
+    a: Tensor  # (r, in), contiguous as is
+    b: Tensor  # (out, r)
+    scale: float
+    embedding: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the weight."""
+        out, width = self.b.shape[0], self.a.shape[1]
+        return (width, out) if self.embedding else (out, width)
+
+    def add_to(self, parts: Sequence[tuple[Tensor, Tensor]], along: int, axis: int, start: int, size: int) -> None:
+        """Fill each target with its values and what belongs there, rounded once, given (target, values) side by side
+        `along` an axis; together they are start..start + size of the weight's `axis`. LlamaError for NaN and inf.
+        """
+        with _ONE_AT_A_TIME:
+            product, offset = self._product(axis, start, size), 0
+            for target, values in parts:
+                part = product if len(parts) == 1 else product.narrow(along, offset, values.shape[along])
+                offset += values.shape[along]
+                self._add(target, values, part.view(target.shape))
+
+    def _product(self, axis: int, start: int, size: int) -> Tensor:
+        """scale * B A for a part of the weight, in float32. Bit for bit as PEFT makes it where the part is the whole."""
+        a, b = self.a, self.b
+        if (axis == 0) != self.embedding:
+            b = b.narrow(0, start, size)
+        else:
+            a = a.narrow(1, start, size)
+        product = (b.float().contiguous() @ a.float().contiguous()).mul_(self.scale)
+        return product.T if self.embedding else product
+
+    def _add(self, target: Tensor, values: Tensor, product: Tensor) -> None:
+        rows = max(1, BLOCK // max(1, values[0].numel()))
+        for place, value, change in zip(target.split(rows), values.split(rows), product.split(rows), strict=True):
+            if self.embedding:
+                change = change.to(target.dtype)  # PEFT rounds it for embeddings, and only there
+            place.copy_(value.to("cpu", torch.float32) + change)
+            if not place.isfinite().all():
+                kind = str(target.dtype).removeprefix("torch.")
+                raise LlamaError(
+                    f"{self.origin}: {self.module} holds NaN or inf after merging (scale {self.scale:.6g}, {kind}): "
+                    f"fetch adapter and base again, or take a wider dtype or a smaller lora_scale"
+                )
+
+    def update(self, digest: Any) -> None:
+        """Feed a hash with what tells this change from another."""
+        digest.update(f"{self.module} {self.scale!r} {self.a.dtype} {self.b.dtype}".encode())
+        for matrix in (self.a, self.b):
+            digest.update(raw_bytes(matrix))
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that was added to a checkpoint."""
+
+    path: Path
+    scale: float  # the caller's
+    ranks: tuple[int, ...]  # in order, each once
+    changed: tuple[str, ...]  # Meta's keys of what it adds to
+    replaced: dict[str, torch.dtype]  # and of what it holds whole, to the base model's type
+
