@@ -42,11 +42,15 @@ def no_grad(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def without_grad(*args: P.args, **kwargs: P.kwargs) -> T:
-        def run() -> T:
-            torch._C._set_grad_enabled(False)
-            return function(*args, **kwargs)
-
-        return restoring(run, functools.partial(torch._C._set_grad_enabled, torch.is_grad_enabled()))
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                torch._C._set_grad_enabled(False)
+                return function(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(before)
+        finally:
+            torch._C._set_grad_enabled(before)
 
     return without_grad
 

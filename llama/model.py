@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
 from .interrupts import no_grad
+from .rope import rotary_frequencies, rotary_table
 
 fs_init = groups.fs_init  # type: ignore[attr-defined]  # programs look for it here
 
@@ -43,6 +44,10 @@ class ModelArgs:
     max_seq_len: int = 2048
     rope_theta: float = 10000.0
     ffn_dim: int | None = None  # the FFN's width where a file gives it; None: the published rule (`ffn_width`)
+    head_dim: int | None = None  # None: dim / n_heads
+    rope_scaling: dict[str, Any] | None = None  # as in rope.py's ROPE_TYPES
+    attention_bias: bool = False  # of wq, wk, wv and wo
+    mlp_bias: bool = False  # of w1, w2 and w3
 
 
 class RMSNorm(nn.Module):
@@ -66,10 +71,7 @@ class RMSNorm(nn.Module):
 
 def precompute_freqs_cis(dim: int, end: int, theta: float = 10000.0) -> Tensor:
     """e^(i m theta^(-2j/dim)) for positions m < end and pairs j: complex64 (end, dim / 2)."""
-    freqs = 1.0 / (theta ** (torch.arange(0, dim, 2)[: dim // 2].float() / dim))
-    positions = torch.arange(end, device=freqs.device)
-    angles = torch.outer(positions, freqs).float()  # float32, as published: float64 moves late logits by 1e-3
-    return torch.polar(torch.ones_like(angles), angles)  # (end, dim / 2)
+    return rotary_table(rotary_frequencies(dim, theta), end)
 
 
 def reshape_for_broadcast(freqs_cis: Tensor, x: Tensor) -> Tensor:
@@ -164,6 +166,22 @@ def _count(args: Any, name: str, value: int) -> int:
     return value
 
 
+def head_size(args: Any) -> int:
+    """The width of a head: `head_dim` where given, else dim / n_heads. LlamaError where it is no even number."""
+    n_heads, given = _count(args, "n_heads", args.n_heads), getattr(args, "head_dim", None)
+    if given is None and (args.dim % n_heads or (args.dim // n_heads) % 2):
+        raise LlamaError(f"dim={args.dim} must be n_heads={n_heads} times an even head_dim, got {args.dim / n_heads:g}")
+    if given is not None and (given < 2 or given % 2):
+        raise LlamaError(f"head_dim={given} must be an even number of at least 2")
+    return args.dim // n_heads if given is None else int(given)
+
+
+def _with_bias(y: Tensor, layer: Any) -> Tensor:
+    """What one product made for several layers gives for this one: its part, and its bias."""
+    bias = getattr(layer, "bias", None)
+    return y if bias is None else y + bias
+
+
 class Attention(nn.Module):
     """Grouped-query attention over a static cache of keys and values, sharded over the ranks by heads.
 
@@ -172,23 +190,24 @@ class Attention(nn.Module):
     """
 
     qkv: Callable[[Tensor], Tensor] | None = None
-    first_row = 0  # of the cache rows that a call feeds (engine/cache.py)
+    first_row = 0  # of the cache rows that a call feeds (engine/scheduler.py)
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         ranks = world_size()
         n_heads = _count(args, "n_heads", args.n_heads)
         self.n_kv_heads = n_heads if args.n_kv_heads is None else _count(args, "n_kv_heads", args.n_kv_heads)
-        _check_heads(args.dim, n_heads, self.n_kv_heads, ranks)
+        _check_heads(n_heads, self.n_kv_heads, ranks)
         self.n_local_heads = n_heads // ranks
         self.n_local_kv_heads = self.n_kv_heads // ranks
         self.n_rep = self.n_local_heads // self.n_local_kv_heads
-        self.head_dim = args.dim // n_heads
+        self.head_dim = head_size(args)
 
-        self.wq = ColumnParallelLinear(args.dim, n_heads * self.head_dim)
-        self.wk = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim)
-        self.wv = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim)
-        self.wo = RowParallelLinear(n_heads * self.head_dim, args.dim)
+        bias = getattr(args, "attention_bias", False)  # published settings objects have no such field
+        self.wq = ColumnParallelLinear(args.dim, n_heads * self.head_dim, bias)
+        self.wk = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim, bias)
+        self.wv = ColumnParallelLinear(args.dim, self.n_kv_heads * self.head_dim, bias)
+        self.wo = RowParallelLinear(n_heads * self.head_dim, args.dim, bias)
 
         shape = (args.max_batch_size, args.max_seq_len, self.n_local_kv_heads, self.head_dim)
         with torch.inference_mode(False):  # an inference tensor could not be written to in training later
@@ -251,7 +270,8 @@ class Attention(nn.Module):
         if self.qkv is None:
             xq, xk, xv = self.wq(x), self.wk(x), self.wv(x)
         else:
-            xq, xk, xv = torch.split(self.qkv(x), [h * k, g * k, g * k], dim=-1)
+            parts = torch.split(self.qkv(x), [h * k, g * k, g * k], dim=-1)
+            xq, xk, xv = map(_with_bias, parts, (self.wq, self.wk, self.wv))
         xq = xq.view(bsz, seqlen, h, k)  # (b, s, h, k)
         xk = xk.view(bsz, seqlen, g, k)  # (b, s, g, k)
         xv = xv.view(bsz, seqlen, g, k)  # (b, s, g, k)
@@ -270,9 +290,7 @@ class Attention(nn.Module):
         return self.wo(output.reshape(bsz, seqlen, -1))  # type: ignore[no-any-return]
 
 
-def _check_heads(dim: int, n_heads: int, n_kv_heads: int, ranks: int) -> None:
-    if dim % n_heads or (dim // n_heads) % 2:
-        raise LlamaError(f"dim={dim} must be n_heads={n_heads} times an even head_dim, got {dim / n_heads:g}")
+def _check_heads(n_heads: int, n_kv_heads: int, ranks: int) -> None:
     if n_heads % n_kv_heads:
         raise LlamaError(f"n_heads={n_heads} is not divisible by n_kv_heads={n_kv_heads}")
     if n_heads % ranks:
@@ -308,17 +326,27 @@ class FeedForward(nn.Module):
     w13: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
-        self, dim: int, hidden_dim: int, multiple_of: int, ffn_dim_multiplier: float | None, *, width: int | None = None
+        self,
+        dim: int,
+        hidden_dim: int,
+        multiple_of: int,
+        ffn_dim_multiplier: float | None,
+        *,
+        width: int | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         hidden_dim = ffn_width(hidden_dim, multiple_of, ffn_dim_multiplier, width)
-        self.w1 = ColumnParallelLinear(dim, hidden_dim)
-        self.w2 = RowParallelLinear(hidden_dim, dim)
-        self.w3 = ColumnParallelLinear(dim, hidden_dim)
+        self.w1 = ColumnParallelLinear(dim, hidden_dim, bias)
+        self.w2 = RowParallelLinear(hidden_dim, dim, bias)
+        self.w3 = ColumnParallelLinear(dim, hidden_dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d) to the same shape."""
-        gate, up = (self.w1(x), self.w3(x)) if self.w13 is None else self.w13(x).chunk(2, dim=-1)
+        if self.w13 is None:
+            gate, up = self.w1(x), self.w3(x)
+        else:
+            gate, up = map(_with_bias, self.w13(x).chunk(2, dim=-1), (self.w1, self.w3))
         return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
@@ -329,10 +357,10 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.n_heads = args.n_heads
         self.dim = args.dim
-        self.head_dim = args.dim // _count(args, "n_heads", args.n_heads)
+        self.head_dim = head_size(args)
         self.attention = Attention(args)
-        width = getattr(args, "ffn_dim", None)  # published settings objects have no such field
-        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier, width=width)
+        more: dict[str, Any] = {"width": getattr(args, "ffn_dim", None), "bias": getattr(args, "mlp_bias", False)}
+        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier, **more)
         self.layer_id = layer_id
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
@@ -362,9 +390,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(params.dim, eps=params.norm_eps)
         self.output = ColumnParallelLinear(params.dim, params.vocab_size, gather_output=True)
         # A plain attribute, not a buffer: `.half()` must not touch it. Twice max_seq_len, as published.
-        self.freqs_cis = precompute_freqs_cis(
-            params.dim // params.n_heads, params.max_seq_len * 2, getattr(params, "rope_theta", 10000.0)
-        )
+        theta, scaling = getattr(params, "rope_theta", 10000.0), getattr(params, "rope_scaling", None)
+        self.freqs_cis = rotary_table(rotary_frequencies(head_size(params), theta, scaling), params.max_seq_len * 2)
 
     @no_grad
     def forward(self, tokens: Tensor, start_pos: int | Tensor) -> Tensor:
@@ -374,7 +401,7 @@ class Transformer(nn.Module):
         """
         return self.output(self.hidden(tokens, start_pos, published_mask=True)).float()  # type: ignore[no-any-return]
 
-    @no_grad
+    @torch.no_grad()
     def hidden(
         self, tokens: Tensor, start_pos: int | Tensor, kv_len: int | None = None, *, published_mask: bool = False
     ) -> Tensor:

@@ -880,8 +880,10 @@ def test_the_layers_take_fairscale_s_arguments() -> None:
     assert not RowParallelLinear(4, 6, False, False).input_is_parallel
     ColumnParallelLinear(4, 6, bias=False, gather_output=False, init_method=lambda weight: weight)
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        with pytest.raises(LlamaError, match="bias"):
-            kind(4, 6, bias=True)
+        biased = kind(4, 6, bias=True, init_method=ones)
+        assert biased.bias.tolist() == [0.0] * 6, kind
+        torch.nn.init.constant_(biased.bias, 2.0)
+        assert biased(x).tolist() == [[8.0] * 6, [24.0] * 6], kind
 
 
 def test_the_embedding_moves_ids_to_its_weight() -> None:

@@ -54,6 +54,12 @@ FEW_ROWS = 64
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:
+    """`_multiply`, and the layer's bias added."""
+    y = _multiply(layer, x)
+    return y if layer.bias is None else y + layer.bias
+
+
+def _multiply(layer: Any, x: Tensor) -> Tensor:
     """x (..., in) times the layer's weight, transposed: (..., out); by its packed form where it has one."""
     if layer.packed is not None:
         return layer.packed(x)  # type: ignore[no-any-return]
@@ -66,7 +72,7 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
 class _Linear(nn.Module):
     """What both linear layers share: `weight` (out, in), this rank's shard, uninitialized; or `packed` in its place.
 
-    They take FairScale's arguments. LlamaError for a bias, which no Llama has.
+    They take FairScale's arguments; `bias` is zeros until loaded, and absent by default, as in Llama 1 to 3.
     """
 
     packed: Callable[[Tensor], Tensor] | None = None
@@ -75,12 +81,10 @@ class _Linear(nn.Module):
         self, in_features: int, out_features: int, shard: tuple[int, int], bias: bool, init_method: InitMethod
     ) -> None:
         nn.Module.__init__(self)  # FairScale's would allocate the whole matrix
-        if bias:
-            raise LlamaError("bias=True, but these layers have none, as Llama has none: pass bias=False")
         self.in_features = in_features
         self.out_features = out_features
         self.weight = _make_weight(*shard, init_method)
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(shard[0])) if bias else None)
 
     def set_packed(self, packed: Callable[[Tensor], Tensor]) -> None:
         """Multiply with `packed` (see llama/quantization) from now on; the weight is removed."""
@@ -91,7 +95,8 @@ class _Linear(nn.Module):
 class ColumnParallelLinear(_Linear, fs_layers.ColumnParallelLinear):  # type: ignore[misc]
     """FairScale's layer without its full master weight: `weight` is (out_features / ranks, in_features).
 
-    Input (..., in_features), output (..., out_features) if `gather_output`, else this rank's slice of it.
+    Input (..., in_features), output (..., out_features) if `gather_output`, else this rank's slice of it; `bias` is
+    sharded as the output.
     """
 
     def __init__(
@@ -118,7 +123,7 @@ class RowParallelLinear(_Linear, fs_layers.RowParallelLinear):  # type: ignore[m
     """FairScale's layer without its full master weight: `weight` is (out_features, in_features / ranks).
 
     Input: this rank's slice of (..., in_features) if `input_is_parallel`, else the whole; output (..., out_features),
-    the ranks' partial products added by one all-reduce.
+    the ranks' partial products added by one all-reduce, and then `bias` (out_features), whole on every rank.
     """
 
     def __init__(
@@ -138,7 +143,8 @@ class RowParallelLinear(_Linear, fs_layers.RowParallelLinear):  # type: ignore[m
         if world_size() == 1:
             return _linear(self, input_)
         local = input_ if self.input_is_parallel else scatter_to_model_parallel_region(input_)
-        return reduce_from_model_parallel_region(_linear(self, local))  # type: ignore[no-any-return]
+        output = reduce_from_model_parallel_region(_multiply(self, local))
+        return output if self.bias is None else output + self.bias  # type: ignore[no-any-return]
 
 
 def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:

@@ -14,7 +14,6 @@ import torch
 from typing_extensions import Self
 
 from ..errors import LlamaError
-from ..interrupts import restoring
 from ..model import Transformer
 from .overrides import has_hooks_or_overrides
 
@@ -143,20 +142,6 @@ def _versions(model: Any) -> tuple[Any, ...]:
         return (object(),)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return (model.n_forwards, autocast, *((tensor.data_ptr(), tensor.dtype, tensor._version) for tensor in tensors))
-
-
-def in_cache_rows(model: Transformer, first: int, run: Callable[[], T]) -> T:
-    """`run()`, whose rows are the cache's from row `first` on: new prompts beside rows that are decoding."""
-
-    def set_first(row: int) -> None:
-        for attention in model.attentions():
-            attention.first_row = row
-
-    def run_there() -> T:
-        set_first(first)
-        return run()
-
-    return restoring(run_there, lambda: set_first(0))
 
 
 def move_row(model: Transformer, source: int, target: int, end: int) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..distributed import broadcast
 from ..errors import LlamaError
-from ..interrupts import no_grad
 from .request import RowState
 from .sampling import (
     History,
@@ -52,7 +51,7 @@ class Sampler:
             row.draws = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
             copies[tuple(row.prompt)] += 1
 
-    @no_grad
+    @torch.no_grad()
     def sample(self, logits: Tensor, rows: Sequence[RowState], logprobs: bool = False, probs: bool = False) -> Samples:
         """One token for each row of raw logits (n, v), with log-probabilities and the distribution where asked.
 

@@ -5,15 +5,13 @@ finishes makes room for the next prompt. A model with hooks or overrides is call
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..distributed import check_same_on_all_ranks, send, translate_distributed_errors, world_size
-from ..interrupts import no_grad
-from .cache import in_cache_rows, move_row
+from .cache import move_row
 from .overrides import has_hooks_or_overrides
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
@@ -37,6 +35,7 @@ class Scheduler:
         self.batch_size: int = model.params.max_batch_size
         one_length = len({len(prompt) for prompt in prompts}) <= 1
         self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
+        self._first_row = 0  # other than the model's 0 while prompts are fed beside other rows
         self.sampler = Sampler(request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None)
 
     def reuse_prefix(self, cached: Sequence[int]) -> None:
@@ -48,17 +47,47 @@ class Scheduler:
             row.reused += 1
 
     def steps(self) -> Iterator[Step]:
-        """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer."""
+        """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer.
+
+        Whatever line an interrupt hits, the consumer gets their grad mode back, and the model its cache rows.
+        """
         pending = [row for row in self.rows if row.unfinished or row.unscored(self.request)]
         with translate_distributed_errors():
             if world_size() > 1:
                 check_same_on_all_ranks("on this call", self._settings())
-            if not has_hooks_or_overrides(self.model):
-                yield from self._batched_steps(deque(pending))
-                return
-            for first in range(0, len(pending), self.batch_size):
-                rows = pending[first : first + self.batch_size]
-                yield from published_steps(self.model, rows, self.request, self.sampler)
+            schedule = self._published_steps if has_hooks_or_overrides(self.model) else self._batched_steps
+            steps = schedule(deque(pending))
+            while True:
+                grad = torch.is_grad_enabled()
+                try:
+                    try:
+                        torch._C._set_grad_enabled(False)
+                        step = next(steps, None)
+                    finally:
+                        self._restore(grad)
+                finally:  # again: the interrupt may have hit the first
+                    self._restore(grad)
+                if step is None:
+                    return
+                yield step
+
+    def _restore(self, grad: bool) -> None:
+        torch._C._set_grad_enabled(grad)
+        if self._first_row:
+            self._feed_from(0)
+
+    def _feed_from(self, first: int) -> None:
+        """The model's calls feed the cache from row `first` on: new prompts beside rows that are decoding."""
+        self._first_row = first or self._first_row
+        for attention in self.model.attentions():
+            attention.first_row = first
+        self._first_row = first
+
+    def _published_steps(self, waiting: deque[RowState]) -> Iterator[Step]:
+        """The published schedule, `batch_size` rows after the other."""
+        while waiting:
+            rows = [waiting.popleft() for _ in range(min(self.batch_size, len(waiting)))]
+            yield from published_steps(self.model, rows, self.request, self.sampler)
 
     def _settings(self) -> dict[str, object]:
         """What decides how many forwards this call takes, and of which shapes; of the seed the first rank's counts."""
@@ -86,12 +115,13 @@ class Scheduler:
                 yield from choose(logits, choosing, self.request, self.sampler)
             self._retire(active)
 
-    @no_grad
     def _prefill(self, new: list[RowState], first: int) -> Tensor:
         """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
         row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
         """
-        last, finite = in_cache_rows(self.model, first, partial(self._prefill_chunks, new))
+        self._feed_from(first)
+        last, finite = self._prefill_chunks(new)
+        self._feed_from(0)
         _check_finite(finite)
         if self.decoder is not None or not self.aligned:
             for i, row in enumerate(new):
@@ -122,7 +152,6 @@ class Scheduler:
         scores.read()
         return last, finite
 
-    @no_grad
     def _decode(self, active: list[RowState]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]
