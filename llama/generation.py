@@ -128,7 +128,8 @@ class Llama:
         ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or "int8-dynamic" (llama/quantization) holds the
         layers' weights in fewer bytes; `compile` decodes in compiled static shapes (engine/compiled.py), slow to start
         and fast from then on; with either the packed layers' `weight` is None. `lora`, the folder of a PEFT adapter or
-        several, is merged while loading, times `lora_scale` (one, or one each). Seeds torch's global generator with `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
+        several, is merged while loading, times `lora_scale` (one, or one each). Seeds torch's global generator with
+        `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")

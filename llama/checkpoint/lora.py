@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..arguments import as_number, check_list
@@ -41,7 +40,7 @@ logger = logging.getLogger("llama")
 
 
 def add_adapters(checkpoint: Checkpoint, lora: Any, lora_scale: Any = 1.0) -> Checkpoint:
-    """The checkpoint with the adapters `lora` added: a path, several, or None; `lora_scale` is one number or one for each.
+    """The checkpoint with the adapters `lora` added: a path, several, or None; `lora_scale`: one number, or one each.
 
     LlamaError for what is no LoRA adapter of this model, or cannot be merged into it; FileNotFoundError.
     """
@@ -69,7 +68,9 @@ def add_adapters(checkpoint: Checkpoint, lora: Any, lora_scale: Any = 1.0) -> Ch
 
 def _scales(given: Any, count: int) -> list[float]:
     one = as_number(given)
-    listed = [one] * count if one is not None else [as_number(scale) for scale in check_list("lora_scale", given, "numbers")]
+    listed = (
+        [one] * count if one is not None else [as_number(scale) for scale in check_list("lora_scale", given, "numbers")]
+    )
     scales = [scale for scale in listed if scale is not None and abs(scale) < 1e30]
     if len(scales) != count or len(listed) != count or (count == 0 and one not in (None, 1.0)):
         found = f"lora_scale={given!r:.80} for {count} adapters"
@@ -117,7 +118,9 @@ def _folder(path: Path) -> Path:
     if len(inner) == 1:
         return inner[0]
     if inner:
-        raise format_error(path, f"{len(inner)} adapters: {first_few(one.name for one in inner)}", "one: name its folder")
+        raise format_error(
+            path, f"{len(inner)} adapters: {first_few(one.name for one in inner)}", "one: name its folder"
+        )
     if any((path / name).exists() for name in ("config.json", "params.json")) and not (path / WEIGHTS[0]).exists():
         raise format_error(path, "a whole model, which belongs into ckpt_dir", EXPECTED)
     raise FileNotFoundError(f"{path.absolute()}: no {CONFIG}; expected {EXPECTED}")
@@ -165,9 +168,7 @@ def _odd_key(adapter: _Opened, key: str, checkpoint: Checkpoint) -> LlamaError:
     )
 
 
-def _check_shape(
-    adapter: _Opened, key: str, found: tuple[int, ...], wanted: tuple[int, ...], weight: str
-) -> None:
+def _check_shape(adapter: _Opened, key: str, found: tuple[int, ...], wanted: tuple[int, ...], weight: str) -> None:
     if found == wanted:
         return
     grown = weight in (EMBEDDING, HEAD) and len(found) == 2 and found[1] == wanted[1]
@@ -214,9 +215,7 @@ def _rows_in_pairs(b: Tensor, heads: int) -> Tensor:
     return halves_to_pairs(b, heads).reshape(b.shape)
 
 
-def _low_rank(
-    adapter: _Opened, module: str, name: str, pair: dict[str, Tensor], checkpoint: Checkpoint
-) -> LowRank:
+def _low_rank(adapter: _Opened, module: str, name: str, pair: dict[str, Tensor], checkpoint: Checkpoint) -> LowRank:
     if len(pair) < 2:
         raise format_error(adapter.folder, f"{module:.120} has {next(iter(pair))} alone", "A and B of every module")
     a, b = pair["A"].contiguous(), pair["B"].contiguous()

@@ -58,7 +58,9 @@ class Patterns:
             elif EXPRESSION.fullmatch(key) and len(key) <= 200 and key.count(".*") + key.count("(") <= 2:
                 self._expressions.append((place, value, re.compile(rf"(.*\.)?({key})$")))
             else:
-                raise format_error(path, f"{field} has the key {key!r:.80}", "names of modules, or `.*`, `\\d`, `(a|b)`")
+                raise format_error(
+                    path, f"{field} has the key {key!r:.80}", "names of modules, or `.*`, `\\d`, `(a|b)`"
+                )
         if len(self._expressions) > MAX_EXPRESSIONS:
             found = f"{field} has {len(self._expressions)} regular expressions"
             raise format_error(path, found, f"{MAX_EXPRESSIONS} at most: write the names of the modules out")
@@ -96,7 +98,7 @@ class LoraConfig:
 
 
 def read_config(path: Path) -> LoraConfig:
-    """An adapter_config.json. LlamaError names what is not plain LoRA, and every field that is not known and not empty."""
+    """An adapter_config.json. LlamaError names what is not plain LoRA, and fields that are not known and not empty."""
     config = read_json(path, EXPECTED)
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -115,7 +117,9 @@ def read_config(path: Path) -> LoraConfig:
     unknown = [name for name in config if config[name] and name not in KNOWN and name not in METHODS]
     if unknown:
         listed = ", ".join(f"{name:.60} = {config[name]!r:.40}" for name in unknown[:3])
-        raise format_error(path, f"fields that are not known here: {listed}", "fields of PEFT up to 0.21, or empty ones")
+        raise format_error(
+            path, f"fields that are not known here: {listed}", "fields of PEFT up to 0.21, or empty ones"
+        )
     if not isinstance(config.get("use_rslora") or False, bool):
         raise format_error(path, f"use_rslora is {config['use_rslora']!r:.40}", "true or false")
     return LoraConfig(

@@ -1,4 +1,4 @@
-"""What LoRA adds to a weight: the product of two small matrices, made for a rank's part and added while that is read."""
+"""What LoRA adds to a weight: a product of two small matrices, made for a rank's part and added while that is read."""
 
 import threading
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ONE_AT_A_TIME = threading.Lock()  # a product is as large as its weight in floa
 
 @dataclass(frozen=True)
 class LowRank:
-    """W += scale * B A, or its transpose for an embedding; `b` has the rows in the order in which the base stores them."""
+    """W += scale * B A, or its transpose for an embedding. `b` has its rows in the order of the base's files."""
 
     origin: Path
     module: str  # Hugging Face's name, for messages
@@ -45,7 +45,7 @@ class LowRank:
                 self._add(target, values, part.view(target.shape))
 
     def _product(self, axis: int, start: int, size: int) -> Tensor:
-        """scale * B A for a part of the weight, in float32. Bit for bit as PEFT makes it where the part is the whole."""
+        """scale * B A for a part of the weight, in float32; where that is the whole, PEFT's bit for bit."""
         a, b = self.a, self.b
         if (axis == 0) != self.embedding:
             b = b.narrow(0, start, size)
@@ -56,7 +56,8 @@ class LowRank:
 
     def _add(self, target: Tensor, values: Tensor, product: Tensor) -> None:
         rows = max(1, BLOCK // max(1, values[0].numel()))
-        for place, value, change in zip(target.split(rows), values.split(rows), product.split(rows), strict=True):
+        blocks = zip(*(torch.split(one, rows) for one in (target, values, product)), strict=True)
+        for place, value, change in blocks:
             if self.embedding:
                 change = change.to(target.dtype)  # PEFT rounds it for embeddings, and only there
             place.copy_(value.to("cpu", torch.float32) + change)
@@ -83,4 +84,3 @@ class Adapter:
     ranks: tuple[int, ...]  # in order, each once
     changed: tuple[str, ...]  # Meta's keys of what it adds to
     replaced: dict[str, torch.dtype]  # and of what it holds whole, to the base model's type
-
