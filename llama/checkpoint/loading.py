@@ -23,7 +23,7 @@ from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
 from .files import first_few, format_error, only_our_errors, read_head
-from .lora import CONFIG, add_adapters
+from .lora import ADAPTER_FILES, CONFIG, add_adapters
 from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
@@ -74,8 +74,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return any(any(folder.glob(pattern)) for pattern in patterns)
 
     if holds("adapter_config.json", "adapter_model.*"):
-        found = f"a LoRA adapter ({CONFIG})"
-        raise format_error(folder, found, f"the model it was made for: give that, and lora={str(folder)!r} (--lora)")
+        raise _adapter_error(folder)
     hf_weights = holds("*.safetensors", "pytorch_model*.bin")
     shards = "consolidated.*.pth" if hf_weights and holds("config.json") else "*.pth"  # such as rng_state.pth
     if holds("params.json") and holds(shards):
@@ -99,12 +98,21 @@ def _open_folder(folder: Path) -> Checkpoint:
     raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {KNOWN}")
 
 
+def _adapter_error(folder: Path) -> LlamaError:
+    found = f"a LoRA adapter ({CONFIG})"
+    return format_error(
+        folder, found, f"the model that it was made for, and lora={str(folder)!r:.300} (--lora) with it"
+    )
+
+
 def _open_file(path: Path) -> Checkpoint:
     """A file that was asked for by name: that one alone, or the numbered set that it belongs to."""
     head, folder = read_head(path, "a checkpoint: a folder, or a file of weights"), path.parent
     magic = next((what for start, what in FOREIGN_MAGIC.items() if head.startswith(start)), None)
     if magic is not None:
         raise format_error(path, magic, KNOWN)
+    if path.name in ADAPTER_FILES:
+        raise _adapter_error(folder)
     if path.suffix == ".json":
         return _open_settings(path)
     if path.suffix == ".safetensors":

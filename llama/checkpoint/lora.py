@@ -25,13 +25,17 @@ from .table import meta_name, rotary_heads
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in PEFT's order
+ADAPTER_FILES = (CONFIG, *WEIGHTS)
 PREFIX = "base_model.model."  # before Hugging Face's names
 EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(?P<end>\.weight)?")
 ODD_KEYS = (
     (r".*\.lora_magnitude_vector\b", "DoRA"),
     (r".*\.lora_[AB]\.bias", "a bias of LoRA's own (lora_bias)"),
-    (r".*\.lora_(embedding_)?[AB]\.\w+(\.weight)?", "a matrix behind its adapter's name: save it by save_pretrained"),
+    (
+        r".*\.lora_(embedding_)?[AB]\.(?!weight$)\w+(\.weight)?",
+        "a matrix behind its adapter's name: save it by save_pretrained",
+    ),
     (r".*\.(trainable_tokens|token_adapter)", "single rows of the embedding (trainable_token_indices)"),
     (r".*\.bias", "a bias"),
     (r"(?!base_model\.model\.).*", "no name of PEFT's, which begin with base_model.model."),
@@ -106,7 +110,7 @@ class _Opened:
 
 def _folder(path: Path) -> Path:
     """Where the adapter is: the folder (or one of its files), or its one sub-folder that holds an adapter."""
-    if path.is_file() and path.name in (CONFIG, *WEIGHTS):
+    if path.is_file() and path.name in ADAPTER_FILES:
         path = path.parent
     if not path.exists():
         raise FileNotFoundError(f"{path.absolute()}: no such folder; expected {EXPECTED}")

@@ -39,7 +39,7 @@ KNOWN = {
     *("auto_mapping", "peft_version", "megatron_core", "qalora_group_size", "eva_config", "runtime_config"),
 }
 NAME = re.compile(r"(\^?)((?:[\w-]|\\?\.)+)\$?", re.ASCII)
-# An expression is a stranger's and could take years to match: at most two of `.*` and `(a|b)`, and no repeated group.
+# An expression is a stranger's and could take years to match: at most three of `.*` and `(a|b)`, and no repeated group.
 EXPRESSION = re.compile(r"\^?(?:[\w-]|\\?\.(?!\*)|\.\*|\\d\+?|\[0-9\]\+?|\(\w+(?:\|\w+)*\))+\$?", re.ASCII)
 
 
@@ -55,7 +55,7 @@ class Patterns:
             name = NAME.fullmatch(key)
             if name is not None:
                 self._names.setdefault((bool(name[1]), name[2].replace("\\.", ".")), (place, value))
-            elif EXPRESSION.fullmatch(key) and len(key) <= 200 and key.count(".*") + key.count("(") <= 2:
+            elif EXPRESSION.fullmatch(key) and len(key) <= 200 and key.count(".*") + key.count("(") <= 3:
                 self._expressions.append((place, value, re.compile(rf"(.*\.)?({key})$")))
             else:
                 raise format_error(

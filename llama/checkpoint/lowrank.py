@@ -38,11 +38,14 @@ class LowRank:
         `along` an axis; together they are start..start + size of the weight's `axis`. LlamaError for NaN and inf.
         """
         with _ONE_AT_A_TIME:
-            product, offset = self._product(axis, start, size), 0
-            for target, values in parts:
-                part = product if len(parts) == 1 else product.narrow(along, offset, values.shape[along])
-                offset += values.shape[along]
-                self._add(target, values, part.view(target.shape))
+            self._add_parts(parts, along, self._product(axis, start, size))
+
+    def _add_parts(self, parts: Sequence[tuple[Tensor, Tensor]], along: int, product: Tensor) -> None:
+        offset = 0
+        for target, values in parts:
+            part = product if len(parts) == 1 else product.narrow(along, offset, values.shape[along])
+            offset += values.shape[along]
+            self._add(target, values, part.view(target.shape))
 
     def _product(self, axis: int, start: int, size: int) -> Tensor:
         """scale * B A for a part of the weight, in float32; where that is the whole, PEFT's bit for bit."""
@@ -84,3 +87,9 @@ class Adapter:
     ranks: tuple[int, ...]  # in order, each once
     changed: tuple[str, ...]  # Meta's keys of what it adds to
     replaced: dict[str, torch.dtype]  # and of what it holds whole, to the base model's type
+
+    @property
+    def summary(self) -> str:
+        """In words, for `info`."""
+        ranks = f"rank {' and '.join(map(str, self.ranks))}" if self.ranks else "no matrices"
+        return f"{ranks}, times {self.scale:g}: {len(self.changed)} weights changed, {len(self.replaced)} replaced"

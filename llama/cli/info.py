@@ -10,6 +10,7 @@ from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
 from ..errors import LlamaError
 from .output import printable
+from .session import adapters
 
 
 def info(
@@ -19,6 +20,8 @@ def info(
     ranks: int = 1,
     dtype: str | None = None,
     check: bool = False,
+    lora: list[str] | None = None,
+    lora_scale: list[float] | None = None,
 ) -> None:
     """Print what a checkpoint holds, and the memory that it needs on each rank.
 
@@ -30,8 +33,10 @@ def info(
         dtype: float32, bfloat16 or float16 in memory; the stored type if not given.
         check: Read every tensor and print its digest (SHA-256 of the whole tensor's bytes: the same in every format and
             number of files). LlamaError names those with NaN or inf.
+        lora: The folder of a LoRA adapter to merge, as `complete` would; may be given several times.
+        lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
     """
-    checkpoint = open_checkpoint(str(ckpt))
+    checkpoint = open_checkpoint(str(ckpt), **adapters(lora, lora_scale))
     if dtype is not None and dtype not in DTYPES:
         raise LlamaError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     for name, value in (("max_batch_size", max_batch_size), ("ranks", ranks), ("max_seq_len", max_seq_len or 1)):
@@ -63,6 +68,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("checkpoint", str(checkpoint.path)),
         ("format", checkpoint.format + (" (tied head)" if checkpoint.tied else "")),
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
+        *(("adapter", f"{adapter.path} ({adapter.summary})") for adapter in checkpoint.adapters),
         ("tokenizer", str(checkpoint.tokenizer_path or "not found")),
         ("parameters", f"{count:,}"),
         ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
