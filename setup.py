@@ -33,6 +33,7 @@ setup(
     extras_require={
         "dev": [
             "pytest>=7.4",
+            "pytest-xdist>=3.5",
             "ruff==0.17.6",
             "mypy>=1.13",
             "types-tqdm",

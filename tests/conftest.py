@@ -17,10 +17,6 @@ from llama import Llama
 torch.set_num_threads(1)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: a long test; .ci/run runs it, `pytest -m 'not slow'` leaves it out")
-
-
 @pytest.fixture(scope="session")
 def golden() -> dict[str, Any]:
     """The published package's results on tests/golden/mha, float32 on a CPU."""
