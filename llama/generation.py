@@ -139,15 +139,10 @@ class Llama:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
-                model = checkpoints.load_model(
-                    checkpoint,
-                    vocab_size=tokenizer.n_words,
-                    max_seq_len=check_size("max_seq_len", max_seq_len),
-                    max_batch_size=check_size("max_batch_size", max_batch_size),
-                    device=place,
-                    dtype=distributed.pick_dtype(dtype, place),
-                    quantize=quantize,
-                )
+                window, rows = check_size("max_seq_len", max_seq_len), check_size("max_batch_size", max_batch_size)
+                sizes = {"vocab_size": tokenizer.n_words, "max_seq_len": window, "max_batch_size": rows}
+                kind = distributed.pick_dtype(dtype, place)
+                model = checkpoints.load_model(checkpoint, **sizes, device=place, dtype=kind, quantize=quantize)
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from .codecs import Codec
 from .companions import copy_companions, copy_tokenizer, read_vocabulary, special_ids
 from .files import first_few, format_error, read_json, write_json
 from .pth import read_pth
+from .refusals import refuse_quantized
 from .safetensors import read_safetensors, write_safetensors
 from .source import Source
 from .table import IGNORABLE, hf_name, meta_name, rotary_heads, sizes
@@ -32,6 +33,7 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
     """
     config_path = folder / "config.json"
     config = read_json(config_path, "a Hugging Face configuration")
+    refuse_quantized(folder, config)
     params, files = _hf_params(config_path, config), _named_files(file) if file else _hf_files(folder)
     tensors, mapped = _hf_tensors(files)
     names = {name: meta_name(name) for name in tensors}
