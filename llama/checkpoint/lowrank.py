@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import LlamaError
 from .mapping import raw_bytes
 
-BLOCK = 1 << 20  # values that are added at once: what arises beside the product stays small
+BLOCK = 32768  # values that are added at once: torch splits larger operations over its threads, which then wait
 _ONE_AT_A_TIME = threading.Lock()  # a product is as large as its weight in float32, and several threads load
 
 
@@ -54,17 +54,23 @@ class LowRank:
             b = b.narrow(0, start, size)
         else:
             a = a.narrow(1, start, size)
-        product = (b.float().contiguous() @ a.float().contiguous()).mul_(self.scale)
-        return product.T if self.embedding else product
+        a, b = a.float().contiguous(), b.float().contiguous()
+        return (a.T @ b.T if self.embedding else b @ a).mul_(self.scale)
 
     def _add(self, target: Tensor, values: Tensor, product: Tensor) -> None:
-        rows = max(1, BLOCK // max(1, values[0].numel()))
+        row = values[0].numel()
+        if row > BLOCK:
+            for place, value, change in zip(target, values, product, strict=True):
+                self._add(place, value, change)
+            return
+        rows = BLOCK // max(1, row)
         blocks = zip(*(torch.split(one, rows) for one in (target, values, product)), strict=True)
         for place, value, change in blocks:
             if self.embedding:
                 change = change.to(target.dtype)  # PEFT rounds it for embeddings, and only there
             place.copy_(value.to("cpu", torch.float32) + change)
-            if not place.isfinite().all():
+            total = place.sum(dtype=torch.float32)  # finite only where every value is; much faster than to ask each
+            if not total.isfinite() and not place.isfinite().all():
                 kind = str(target.dtype).removeprefix("torch.")
                 raise LlamaError(
                     f"{self.origin}: {self.module} holds NaN or inf after merging (scale {self.scale:.6g}, {kind}): "
