@@ -40,6 +40,7 @@ setup(
             "numpy",
             "safetensors>=0.4.3",
             "transformers>=4.45",
+            "peft>=0.17",
             "protobuf",
         ],
     },
