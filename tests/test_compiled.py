@@ -146,6 +146,19 @@ def test_compilations_do_not_grow_with_the_steps(build: Build, graphs: list[int]
     assert sorted(graphs) == [1, 2, 4, 8]
 
 
+def test_prompts_that_begin_alike(build: Build, graphs: list[int]) -> None:
+    """Of 9 for 4 rows: the rows that a static step fills up with are no source of a beginning."""
+    eager, static = build(100, 4), build(100, 4, compile=True)
+    [base] = prompts_of(50)
+    prompts = [[*base, *range(3, 4 + i)] for i in range(9)]
+    wanted = eager.generate(prompts, 20, temperature=0, logprobs=True)
+    same(static.generate(prompts, 20, temperature=0, logprobs=True), wanted)
+    lengths = [3 + i for i in range(9)]
+    stops = sorted({tokens[length] for tokens, length in zip(wanted[0], lengths, strict=True)})
+    wanted = eager.generate(prompts, 20, temperature=0, logprobs=True, stop_ids=stops)
+    same(static.generate(prompts, 20, temperature=0, logprobs=True, stop_ids=stops), wanted)
+
+
 def test_models_beside_each_other(build: Build, graphs: list[int], prepack_all: None) -> None:
     """Each has its own step, though the code is one; a step first made in inference mode works outside of it."""
     eager, first, second = build(), build(compile=True), build(compile=True, dtype="bfloat16")

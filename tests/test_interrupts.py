@@ -30,7 +30,7 @@ PROMPTS = [[1, 5, 9], [1, 7], [1, 3, 5, 7, 9, 11]]
 
 def puts_back(line: tuple[str, int]) -> bool:
     """Whether a line is of what puts state back."""
-    for function in (Scheduler.steps, Scheduler._restore, Scheduler._feed_from, Scheduler._prefill):
+    for function in (Scheduler.steps, Scheduler._restore, Scheduler._feed_from, Scheduler._feed):
         source, start = inspect.getsourcelines(function)
         if line[0] == inspect.getsourcefile(function) and start <= line[1] < start + len(source):
             return True

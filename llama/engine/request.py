@@ -78,6 +78,12 @@ class RowState:
         """Whether some of the prompt's log-probabilities are wanted and not there yet."""
         return request.score_prompt and len(self.prompt_logprobs) < len(self.prompt)
 
+    def take_prefix(self, source: "RowState", length: int) -> None:
+        """The cache holds `length` positions that are also `source`'s, which knows what came of them."""
+        self.reused = length
+        self.prompt_logprobs = source.prompt_logprobs[: length + 1]
+        self.prompt_top_logprobs = source.prompt_top_logprobs[: length + 1]
+
     def advance(self, token: int, request: Request) -> str | None:
         """Take the next token; the reason to finish with it, if there is one."""
         self.tokens.append(token)

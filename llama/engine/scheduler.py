@@ -13,6 +13,7 @@ from torch import Tensor
 from ..distributed import check_same_on_all_ranks, send, translate_distributed_errors, world_size
 from .cache import move_row
 from .overrides import has_hooks_or_overrides
+from .prefixes import MIN_SHARED, prefix_runs, shared_length
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
 from .sampler import PromptScores, Sampler, non_finite
@@ -35,6 +36,7 @@ class Scheduler:
         self.batch_size: int = model.params.max_batch_size
         one_length = len({len(prompt) for prompt in prompts}) <= 1
         self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
+        self._cached: list[RowState | None] = [None] * self.batch_size  # whose prompt each cache row holds
         self._first_row = 0  # other than the model's 0 while prompts are fed beside other rows
         self.sampler = Sampler(request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None)
 
@@ -105,8 +107,9 @@ class Scheduler:
         while waiting or active:
             if waiting and len(active) < self.batch_size:
                 count = min(self.batch_size - len(active), len(waiting))
-                new = sorted((waiting.popleft() for _ in range(count)), key=lambda row: -len(row.prompt))
-                logits = self._prefill(new, first=len(active))  # (n, v)
+                runs = prefix_runs([waiting.popleft() for _ in range(count)])
+                logits = self._prefill(runs, first=len(active))  # (n, v)
+                new = [row for run in runs for row in run]
                 active += new
                 choosing = [row for row in new if row.unfinished]
             else:
@@ -115,47 +118,79 @@ class Scheduler:
                 yield from choose(logits, choosing, self.request, self.sampler)
             self._retire(active)
 
-    def _prefill(self, new: list[RowState], first: int) -> Tensor:
-        """Feed the prompts of `new`, longest first, into the cache from row `first`; the last logits (n, v) of each
-        row that generates. Padding stands right of a row's prompt, so that no token of it sees any.
-        """
-        self._feed_from(first)
-        last, finite = self._prefill_chunks(new)
-        self._feed_from(0)
-        _check_finite(finite)
-        if self.decoder is not None or not self.aligned:
-            for i, row in enumerate(new):
-                self.model.clear_row(first + i, len(row.prompt), self._kv_len())
-        ending = [last[row.index] for row in new if row.unfinished]
-        return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
-
-    def _prefill_chunks(self, new: list[RowState]) -> tuple[dict[int, Tensor], list["_Fed"]]:
-        """Each row's last state (d,) by its index, and of each row and chunk whether its states are finite; looked at
-        once, since every look waits for a GPU.
+    def _prefill(self, runs: list[list[RowState]], first: int) -> Tensor:
+        """Feed the prompts of new rows into the cache from row `first` on, run by run (prefixes.py); the last logits
+        (n, v) of each row that generates.
         """
         last: dict[int, Tensor] = {}
-        finite: list[_Fed] = []
+        for run in runs:
+            start = self._share_prefix(run, first)
+            last |= self._feed(run, first, start)
+            for i, row in enumerate(run, first):
+                if self.decoder is not None or not self.aligned:
+                    self.model.clear_row(i, len(row.prompt), self._kv_len())
+                self._cached[i] = row
+            first += len(run)
+        ending = [last[row.index] for run in runs for row in run if row.unfinished]
+        return self._head(torch.stack(ending)) if ending else torch.empty(0, 0)
+
+    def _share_prefix(self, run: list[RowState], first: int) -> int:
+        """Fill the cache rows of a run, from `first` on, with what its prompts have in common: a copy of what some row
+        of the cache holds of it, the rest fed once. Returns the position from which each row is to be fed.
+        """
+        head, shared = run[0], shared_length(run)
+        lengths = [0 if row is None else min(shared, shared_length([head, row])) for row in self._cached]
+        found = max(lengths)
+        if head.reused or found < MIN_SHARED:
+            found = head.reused
+        else:
+            source = self._cached[lengths.index(found)]
+            assert source is not None
+            move_row(self.model, lengths.index(found), first, found)
+            head.take_prefix(source, found)
+        if len(run) == 1 or shared < MIN_SHARED:
+            return found
+        if found < shared:
+            self._feed(run[:1], first, found, shared)
+        for i, row in enumerate(run[1:], first + 1):
+            move_row(self.model, first, i, shared)
+            row.take_prefix(head, shared)
+        return shared
+
+    def _feed(self, rows: list[RowState], first: int, start: int, end: int | None = None) -> dict[int, Tensor]:
+        """Feed prompts, longest first, into the cache from row `first` on, positions `start` to `end` or all that are
+        left; each row's last state (d,) by its index. Padding stands right of a row's prompt, so that no token of it
+        sees any.
+        """
+        last: dict[int, Tensor] = {}
+        finite: list[_Fed] = []  # looked at once, since every look waits for a GPU
         scores = PromptScores(self.sampler)
-        longest, chunk = len(new[0].prompt), self.request.prefill_chunk
-        ids = send([row.prompt + [0] * (longest - len(row.prompt)) for row in new], self._device())  # (n, longest)
-        for start in range(new[0].reused, longest, chunk):
-            feeding = [row for row in new if len(row.prompt) > start]
-            end = min(start + chunk, longest)
-            h = self.model.hidden(ids[: len(feeding), start:end], start)  # (n, s, d)
-            for row, states, following in zip(feeding, h, ids[:, start + 1 :], strict=False):
-                states = states[: len(row.prompt) - start]
-                finite.append((row, start, states.isfinite().all()))
-                if len(row.prompt) <= end:
+        longest, chunk = len(rows[0].prompt), self.request.prefill_chunk
+        ids = send([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], self._device())  # (n, longest)
+        self._feed_from(first)
+        for begin in range(start, end or longest, chunk):
+            feeding = [row for row in rows if len(row.prompt) > begin]
+            stop = min(begin + chunk, end or longest)
+            h = self.model.hidden(ids[: len(feeding), begin:stop], begin)  # (n, s, d)
+            for row, states, following in zip(feeding, h, ids[:, begin + 1 :], strict=False):
+                states = states[: len(row.prompt) - begin]
+                finite.append((row, begin, states.isfinite().all()))
+                if len(row.prompt) <= stop:
                     last[row.index] = states[-1]
                 if row.unscored(self.request):
-                    scores.add(row, start, self._head(states), following)
+                    scores.add(row, begin, self._head(states), following)
+        self._feed_from(0)
         scores.read()
-        return last, finite
+        _check_finite(finite)
+        return last
 
     def _decode(self, active: list[RowState]) -> Tensor:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]
         if self.decoder is not None:
+            self._cached[len(active) :] = [None] * (
+                self.batch_size - len(active)
+            )  # it fills them up to a static number
             return self.decoder([row.tokens[-1] for row in active], positions)
         tokens = [row.tokens[-1] for row in active]
         if len(set(positions)) == 1:
@@ -179,7 +214,7 @@ class Scheduler:
                 last = active.pop()
                 if i < len(active):
                     move_row(self.model, len(active), i, self._kv_len())
-                    active[i] = last
+                    active[i] = self._cached[i] = last
 
     def _kv_len(self) -> int:
         """Cache positions that a step may come to read."""
