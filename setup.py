@@ -31,6 +31,8 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
+        "tiktoken": ["tiktoken>=0.7"],  # Llama 3's tokenizer.model
+        "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
             "pytest>=7.4",
             "pytest-xdist>=3.5",
@@ -42,6 +44,8 @@ setup(
             "transformers>=4.45",
             "peft>=0.17",
             "protobuf",
+            "tiktoken>=0.7",
+            "tokenizers>=0.19",
         ],
     },
 )

@@ -37,7 +37,7 @@ from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
 from .errors import LlamaError
 from .model import ModelArgs, Transformer, fs_init  # noqa: F401
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, ids_without_piece  # noqa: F401
 from .tokenizer import stop_ids as stop_ids_of
 
 __all__ = [
@@ -106,7 +106,7 @@ class Llama:
     @staticmethod
     def build(
         ckpt_dir: str,
-        tokenizer_path: str | None,
+        tokenizer_path: Any,
         max_seq_len: int,
         max_batch_size: int,
         model_parallel_size: int | None = None,
@@ -123,13 +123,13 @@ class Llama:
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
 
-        `tokenizer_path` None takes the tokenizer beside the checkpoint. `device` None is CUDA if there, else the CPU;
-        `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` (seconds) bounds each wait for other
-        ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or "int8-dynamic" (llama/quantization) holds the
-        layers' weights in fewer bytes; `compile` decodes in compiled static shapes (engine/compiled.py), slow to start
-        and fast from then on; with either the packed layers' `weight` is None. `lora`, the folder of a PEFT adapter or
-        several, is merged while loading, times `lora_scale` (one, or one each). Seeds torch's global generator with
-        `seed`. Raises LlamaError and FileNotFoundError, on every rank alike.
+        `tokenizer_path`: a file, a folder, None (what lies beside the checkpoint) or a tokenizer of yours. `device`
+        None is CUDA if there, else the CPU; `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout`
+        (seconds) bounds each wait for other ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or
+        "int8-dynamic" (llama/quantization) holds the layers' weights in fewer bytes; `compile` decodes in compiled
+        static shapes (engine/compiled.py), slow to start and fast from then on; with either the packed layers' `weight`
+        is None. `lora`, the folder of a PEFT adapter or several, is merged while loading, times `lora_scale` (one, or
+        one each). Seeds torch's global generator with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
@@ -138,9 +138,9 @@ class Llama:
         try:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
-                tokenizer = Tokenizer(str(tokenizer_path or checkpoints.find_tokenizer(checkpoint)))
+                tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
                 window, rows = check_size("max_seq_len", max_seq_len), check_size("max_batch_size", max_batch_size)
-                sizes = {"vocab_size": tokenizer.n_words, "max_seq_len": window, "max_batch_size": rows}
+                sizes = {"vocab_size": getattr(tokenizer, "n_words", 1), "max_seq_len": window, "max_batch_size": rows}
                 kind = distributed.pick_dtype(dtype, place)
                 model = checkpoints.load_model(checkpoint, **sizes, device=place, dtype=kind, quantize=quantize)
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
@@ -250,7 +250,8 @@ class Llama:
         """One call's checked prompts and settings, ready to run."""
         prompts, window = _check_prompts(self.model.params, prompt_tokens), int(self.model.params.max_seq_len)
         stop_ids = stop_ids_of(self.tokenizer) | self.chat_format.stop_ids
-        request = make_request(self.tokenizer, stop_ids, prompts, window, max_gen_len, score_prompt, **settings)
+        banned = ids_without_piece(self.tokenizer, getattr(self.model.params, "vocab_size", 0))
+        request = make_request(self.tokenizer, stop_ids, prompts, window, max_gen_len, score_prompt, banned, **settings)
         return Scheduler(self.model, prompts, request, self.decoder)
 
     # -------------------------------------------------------------------------------------- text

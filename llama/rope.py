@@ -20,8 +20,11 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_rope_scaling(scaling: Any, head_dim: int) -> dict[str, Any]:
-    """`scaling` with its numbers as floats; LlamaError where it is none of `ROPE_TYPES` or a number cannot be."""
+def check_rope_scaling(scaling: Any, head_dim: int = 0) -> dict[str, Any]:
+    """`scaling` with its numbers as floats; LlamaError where it is none of `ROPE_TYPES` or a number cannot be.
+
+    "divisors" are counted against `head_dim`.
+    """
     kind = scaling.get("rope_type") if isinstance(scaling, Mapping) else None
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise LlamaError(f"rope_scaling={scaling!r:.120}: its rope_type must be one of {', '.join(ROPE_TYPES)}")
@@ -40,6 +43,28 @@ def check_rope_scaling(scaling: Any, head_dim: int) -> dict[str, Any]:
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         raise LlamaError(f"rope_scaling's low_freq_factor={low!r} must be less than high_freq_factor={high!r}")
     return {"rope_type": kind, **{name: float(scaling[name]) for name in ROPE_TYPES[kind]}}
+
+
+def llama3_scaling(factor: float) -> dict[str, Any]:
+    """Llama 3.1's rule with this factor."""
+    values = zip(ROPE_TYPES["llama3"], (factor, 1.0, 4.0, 8192.0), strict=True)
+    return {"rope_type": "llama3", **dict(values)}
+
+
+def named_scaling(params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The `rope_scaling` of ModelArgs' fields in Hugging Face's terms, where it is "divisors" that say Llama 3.1's rule
+    or nothing; as it is else.
+    """
+    scaling = params.get("rope_scaling")
+    if scaling is None or scaling["rope_type"] != "divisors":
+        return scaling
+    divisors = torch.tensor(scaling["divisors"])
+    theta, head_dim = params["rope_theta"], 2 * len(divisors)
+    if bool((divisors == 1).all()):
+        return None
+    rule = llama3_scaling(scaling["divisors"][-1])  # the slowest pair is divided by the factor itself
+    wanted = rotary_frequencies(head_dim, theta) / rotary_frequencies(head_dim, theta, rule)
+    return rule if torch.allclose(divisors, wanted, rtol=1e-4) else scaling
 
 
 def _usable(value: Any) -> bool:

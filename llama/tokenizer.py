@@ -1,72 +1,110 @@
-"""Text to ids and back: SentencePiece vocabularies, llama2.c's tokenizer.bin, and decoding while ids arrive."""
+"""Text to ids and back, and decoding while ids arrive; what a vocabulary's file is, `vocabulary/` finds out."""
 
 import logging
-import math
-import re
-import struct
-import sys
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-try:
-    import sentencepiece
-except ImportError as error:
-    raise ImportError(
-        f"llama needs the package sentencepiece, which {sys.executable} cannot import ({error}); "
-        f"install it with: {sys.executable} -m pip install sentencepiece"
-    ) from error
+from typing_extensions import Self, Unpack
 
 from .errors import LlamaError
+from .vocabulary import SentencePieceProcessor, Vocabulary, make_vocabulary, read_file
+
+__all__ = ["SentencePieceProcessor", "StreamDecoder", "Tokenizer", "ids_without_piece", "piece", "stop_ids"]
 
 logger = logging.getLogger("llama")
-SentencePieceProcessor: Any = sentencepiece.SentencePieceProcessor  # programs look for it here
+
+
+class Facts(TypedDict, total=False):
+    """What the files beside a vocabulary say of it; None is as if they did not."""
+
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    stop_ids: Iterable[int]  # that end a text, beside `eos_id`
+    add_bos: bool | None
+    added: Mapping[str, int]  # tokens behind the pieces of a SentencePiece model
+    legacy: bool  # transformers' word: a space before the text behind every special token, not only before the first
 
 
 class Tokenizer:
     """A vocabulary with `n_words` ids; `bos_id`, `eos_id` and `pad_id` (-1 in Llama 2's) may be replaced.
 
-    `model_path` is a SentencePiece model or a llama2.c tokenizer.bin. FileNotFoundError, or LlamaError that says what
-    the file is instead.
+    `model_path` is a SentencePiece model, Llama 3's tiktoken file, a tokenizer.json or a llama2.c tokenizer.bin.
+    `special_ids` are the control pieces by their text. FileNotFoundError, or LlamaError that says what the file is
+    instead, or which package it needs.
     """
 
     def __init__(self, model_path: str) -> None:
-        self.sp_model: Any = _read_vocabulary(Path(model_path).expanduser().absolute())
-        self.n_words: int = self.sp_model.vocab_size()
-        self.bos_id: int = self.sp_model.bos_id()
-        self.eos_id: int | None = self.sp_model.eos_id()
-        self.pad_id: int = self.sp_model.pad_id()
+        path = Path(model_path).expanduser().absolute()
+        self._take(read_file(path), path, {})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, origin: Path, **facts: Unpack[Facts]) -> Self:
+        """The tokenizer of a file in memory, with what is known beside it; errors name `origin`."""
+        tokenizer = cls.__new__(cls)
+        tokenizer._take(data, origin, facts)
+        return tokenizer
+
+    def _take(self, data: bytes, origin: Path, facts: Facts) -> None:
+        vocabulary = make_vocabulary(data, origin, facts.get("added"), facts.get("legacy", False))
+        self.vocabulary: Vocabulary = vocabulary
+        self.sp_model: Any = getattr(vocabulary, "sp_model", None)  # SentencePiece's own, where it is that
+        self.n_words: int = vocabulary.n_words
+        self.n_rows: int = vocabulary.n_words  # of the model's embedding; ids from n_words up have no piece
+        self.special_ids: dict[str, int] = dict(vocabulary.special_ids)
+        self.bos_id: int = vocabulary.bos_id
+        self.pad_id: int = vocabulary.pad_id
+        self.add_bos: bool = vocabulary.add_bos  # whether `bos=True` puts it there
+        self._stop_ids = set(vocabulary.stop_ids)
+        self._eos_id: int | None = None
+        self.eos_id = vocabulary.eos_id
+        self.take_facts(origin, facts)
+
+    def take_facts(self, origin: Path, facts: Facts) -> None:
+        """Follow what the files beside the vocabulary say; LlamaError for an id that it does not have."""
+        for name in ("bos_id", "eos_id", "pad_id"):
+            token = facts.get(name)
+            if token is None:
+                continue
+            if type(token) is not int or not -1 <= token < self.n_words:
+                raise LlamaError(f"{origin}: {name} {token!r:.40} is none of the ids 0 to {self.n_words - 1}")
+            setattr(self, name, token)
+        if facts.get("add_bos") is not None:
+            self.add_bos = bool(facts["add_bos"])
+        self._stop_ids |= set(facts.get("stop_ids") or ())
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that `encode` puts behind a text; one of `stop_ids`. None: nothing ends a text but the others."""
+        return self._eos_id
+
+    @eos_id.setter
+    def eos_id(self, token: int | None) -> None:
+        self._stop_ids = (self._stop_ids - {self._eos_id}) | ({token} if token is not None and token >= 0 else set())
+        self._eos_id = token
 
     @property
     def stop_ids(self) -> set[int]:
-        """The ids that end a text: `eos_id` as it is now, none where it is None."""
-        return set() if self.eos_id is None else {self.eos_id}
+        """The ids that end a text: `eos_id` as it is now, and those that the files name beside it."""
+        return set(self._stop_ids)
 
-    def encode(self, s: str, bos: bool, eos: bool, *, prefix_space: bool = True) -> list[int]:
-        """The ids of a text, between BOS and EOS where asked; "</s>" in the text is text, never EOS.
+    @stop_ids.setter
+    def stop_ids(self, ids: Iterable[int]) -> None:
+        self._stop_ids = set(ids)
 
-        SentencePiece puts a space before every text; `prefix_space=False` leaves it out, for a text that goes on where
-        another ended. LlamaError for what is no text.
+    def encode(self, s: str, bos: bool, eos: bool, *, prefix_space: bool = True, specials: bool = False) -> list[int]:
+        """The ids of a text, between BOS and EOS where asked (BOS only where the checkpoint's files want it at all).
+
+        "</s>" in the text is text, never EOS, unless `specials`. SentencePiece puts a space before every text;
+        `prefix_space=False` leaves it out, for a text that goes on where another ended. LlamaError for what is no text.
         """
         if not isinstance(s, str):
             raise LlamaError(f"encode takes a str, got a {type(s).__name__}: {s!r:.60}")
-        try:
-            s.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise LlamaError(
-                f"the text holds {s[error.start]!r} at place {error.start}: half a character (a lone surrogate), "
-                f"which UTF-8 cannot write; text.encode('utf-8', 'replace').decode() puts '?' there"
-            ) from error
-        ids: list[int] = (self.sp_model if prefix_space else self._continuing).encode(s)
-        return ([self._mark("bos_id")] if bos else []) + ids + ([self._mark("eos_id")] if eos else [])
-
-    @cached_property
-    def _continuing(self) -> Any:
-        """The same vocabulary without the space before every text: of a field given twice, protobuf takes the last."""
-        no_dummy_prefix = _field(3, _number(3, 0))
-        return _processor(self.sp_model.serialized_model_proto() + no_dummy_prefix)
+        ids = self.vocabulary.encode(s, prefix_space=prefix_space, specials=specials)
+        first = [self._mark("bos_id")] if bos and self.add_bos else []
+        return first + ids + ([self._mark("eos_id")] if eos else [])
 
     def _mark(self, name: str) -> Any:
         """BOS or EOS; None, as published, where the caller has taken it away."""
@@ -78,20 +116,20 @@ class Tokenizer:
     def decode(self, t: Any, *, keep_space: bool = False) -> Any:
         """The text of a list of ids or of one; lists of ids give a list of texts, None an empty text; tensors are good.
 
-        The space before the first word is dropped, as SentencePiece does, unless `keep_space`. LlamaError names an id
-        out of range.
+        The space before the first word is dropped, as SentencePiece does, unless `keep_space`. An id of the model's
+        without a piece is no text. LlamaError names an id out of range.
         """
         t = t.tolist() if hasattr(t, "tolist") else t
         if isinstance(t, (list, tuple)) and t and all(_is_list(ids) for ids in t):
             return [self.decode(ids, keep_space=keep_space) for ids in t]
         ids = [] if t is None else _as_ids(t)
+        last = max(self.n_rows, self.n_words) - 1
         for token in ids:
-            if not 0 <= token < self.n_words:
-                raise LlamaError(f"id {token} is not in the vocabulary, whose ids go from 0 to {self.n_words - 1}")
-        if not keep_space:
-            return self.sp_model.decode(ids)
-        before = [self.sp_model.unk_id()]  # any word would do: the space is dropped at the very start only
-        return self.sp_model.decode(before + ids)[len(self.sp_model.decode(before)) :]
+            if not 0 <= token <= last:
+                raise LlamaError(f"id {token} is not in the vocabulary, whose ids go from 0 to {last}")
+        if last >= self.n_words:
+            ids = [token for token in ids if token < self.n_words]
+        return self.vocabulary.decode(ids, keep_space=keep_space)
 
 
 def stop_ids(tokenizer: Any) -> frozenset[int]:
@@ -100,6 +138,27 @@ def stop_ids(tokenizer: Any) -> frozenset[int]:
     if ids is None:
         ids = [] if getattr(tokenizer, "eos_id", None) is None else [tokenizer.eos_id]
     return frozenset(ids)
+
+
+def ids_without_piece(tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a model's vocabulary that no text has: holes of the tokenizer's, and rows behind its last piece."""
+    n_words = getattr(tokenizer, "n_words", None)
+    if type(n_words) is not int or n_words < 1 or not isinstance(vocab_size, int):
+        return ()
+    holes = getattr(getattr(tokenizer, "vocabulary", None), "holes", ())
+    return (*sorted(token for token in holes if token < vocab_size), *range(n_words, vocab_size))
+
+
+def piece(tokenizer: Any, token: int) -> str:
+    """A vocabulary entry with its leading space; `<s>` and byte tokens such as `<0x0A>` by name. A tokenizer of the
+    caller's that names no pieces shows what it decodes to.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer.vocabulary.piece(token) if token < tokenizer.n_words else ""
+    named = getattr(getattr(tokenizer, "sp_model", None), "id_to_piece", None)
+    if named is not None:
+        return str(named(token)).replace("\u2581", " ")
+    return str(tokenizer.decode([token]))
 
 
 def _is_list(ids: Any) -> bool:
@@ -180,102 +239,3 @@ class StreamDecoder:
         again: str = self._tokenizer.decode(self._window * 2)[len(text) :]
         lead = again.removesuffix(text)
         return lead if lead.isspace() else ""
-
-
-# --------------------------------------------------------------------------------- reading the file
-
-_LARGEST = 2**24  # bytes; Llama 2's vocabulary has half a million
-
-
-def _read_vocabulary(path: Path) -> Any:
-    """The SentencePiece processor of a file, or an error that says what the file is instead."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no tokenizer at {path}: give the path of the tokenizer.model that came with the weights"
-        )
-    if not path.is_file():
-        raise LlamaError(f"{path} is a folder or a device: give the path of the tokenizer.model in it")
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise LlamaError(
-            f"{path} cannot be read ({error.strerror}): give a tokenizer.model that you may read"
-        ) from error
-    problem = _recognise(data) if len(data) <= _LARGEST else f"has more than {_LARGEST} bytes: no vocabulary of Llama's"
-    if problem is not None:
-        raise LlamaError(f"{path} {problem}")
-    try:
-        return _processor(_from_llama2c(data) if data[8:17] == b"\5\0\0\0<unk>" else data)
-    except Exception as error:  # SentencePiece's own errors have no common class
-        found = error if isinstance(error, ValueError) else f"{len(data)} bytes that SentencePiece cannot read"
-        raise LlamaError(
-            f"{path} is neither a whole SentencePiece model nor a whole llama2.c tokenizer.bin ({found}): "
-            f"fetch it again, or give the path of the tokenizer.model that came with the weights"
-        ) from error
-
-
-def _processor(proto: bytes) -> Any:
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(proto)
-    processor.id_to_piece(list(range(processor.vocab_size())))  # UnicodeDecodeError here, not in the middle of a text
-    return processor
-
-
-def _recognise(data: bytes) -> str | None:
-    """What a file is that is no vocabulary of ours, and what to do about it."""
-    head = data[:512].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
-    if not data:
-        return "is empty: fetch it again (the download stopped before its first byte)"
-    if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the file itself: run 'git lfs pull' in its folder"
-    if head.startswith(b"<") and b"\0" not in head:
-        return "is an HTML page, not a tokenizer: the download link has expired or needs a login; fetch it again"
-    if head.startswith(b"{") and b"\0" not in head:
-        return "is JSON, such as Hugging Face's tokenizer.json: give the tokenizer.model, which often lies beside it"
-    if re.match(rb"[a-z0-9+/]+=* \d+\r?\n", head):
-        return "is a Llama 3 vocabulary (tiktoken): give the SentencePiece tokenizer.model that a Llama 2 model has"
-    return None
-
-
-# ---------------------------------------------------------------------- llama2.c's tokenizer.bin
-
-
-def _entries(data: bytes) -> Iterator[tuple[float, bytes]]:
-    """Score and bytes of each id of a tokenizer.bin; ValueError where it is cut or broken."""
-    token, place = 0, 4
-    while place < len(data):
-        head, place = data[place : place + 8], place + 8
-        score, length = struct.unpack("<fi", head) if len(head) == 8 else (math.nan, 0)
-        if not (math.isfinite(score) and 0 < length <= len(data) - place):
-            raise ValueError(f"a tokenizer.bin that breaks off or makes no sense at id {token}")
-        yield score, data[place : place + length]
-        token, place = token + 1, place + length
-
-
-def _from_llama2c(data: bytes) -> bytes:
-    """llama2.c's tokenizer.bin as a SentencePiece BPE model, in protobuf's wire format (sentencepiece_model.proto)."""
-    pieces = []
-    for token, (score, text) in enumerate(_entries(data)):
-        kind = 2 if token == 0 else 3 if token < 3 else 6 if token < 259 else 1  # unknown, control, byte, normal
-        name = text.strip() if kind == 3 else text.decode().replace(" ", "\u2581").encode()
-        pieces.append(_field(1, _field(1, name) + b"\x15" + struct.pack("<f", score) + _number(3, kind)))
-    trainer = _number(3, 2) + _number(35, 1)  # BPE, byte_fallback
-    trainer += _number(40, 0) + _number(41, 1) + _number(42, 2) + _number(43, 2**64 - 1)  # unk, bos, eos, pad -1
-    normalizer = _field(1, b"identity") + _number(3, 1) + _number(4, 0) + _number(5, 1)  # dummy prefix, spaces kept
-    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
-
-
-def _varint(value: int) -> bytes:
-    out = b""
-    while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def _number(tag: int, value: int) -> bytes:
-    return _varint(tag << 3) + _varint(value)
-
-
-def _field(tag: int, data: bytes) -> bytes:
-    return _varint(tag << 3 | 2) + _varint(len(data)) + data

@@ -13,6 +13,7 @@ from torch import Tensor
 
 GQA: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 40, "multiple_of": 16}
 WIDE: dict[str, Any] = {**GQA, "dim": 64, "n_heads": 8, "n_kv_heads": 8, "vocab_size": 48}
+BIASED: dict[str, Any] = {**WIDE, "head_dim": 12, "attention_bias": True, "mlp_bias": True}
 COLUMNS = ("wo.weight", "w2.weight", "tok_embeddings.weight")
 HF_NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -36,7 +37,7 @@ def weights(params: Mapping[str, Any] = GQA, dtype: torch.dtype = torch.float32,
 
 def cut(name: str, tensor: Tensor, shards: int, rows: bool = False) -> list[Tensor]:
     """The parts of one tensor in Meta's files; `rows` is Llama 3's way with the embedding."""
-    if tensor.ndim == 1:
+    if tensor.ndim == 1 and not name.endswith(("wq.bias", "wk.bias", "wv.bias", "w1.bias", "w3.bias")):
         return [tensor] * shards
     axis = 1 if name.endswith(COLUMNS) and not (rows and name.startswith("tok")) else 0
     return [part.clone() for part in tensor.chunk(shards, axis)]
@@ -55,19 +56,19 @@ def write_meta(
 
 
 def hf_name(name: str) -> str:
-    parts = name.removesuffix(".weight").split(".")
+    *parts, kind = name.split(".")
     if parts[0] != "layers":
-        return HF_NAMES[parts[0]] + ".weight"
-    return f"model.layers.{parts[1]}.{HF_NAMES['.'.join(parts[2:])]}.weight"
+        return f"{HF_NAMES[parts[0]]}.{kind}"
+    return f"model.layers.{parts[1]}.{HF_NAMES['.'.join(parts[2:])]}.{kind}"
 
 
 def to_hf(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[str, Tensor]:
     """Hugging Face's names and pair order, row by row: row i of a head's first half was Meta's row 2i."""
     made = {}
-    head_dim = params["dim"] // params["n_heads"]
+    head_dim = params.get("head_dim") or params["dim"] // params["n_heads"]
     order = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
     for name, tensor in tensors.items():
-        if name.endswith(("wq.weight", "wk.weight")):
+        if ".wq." in name or ".wk." in name:
             rows = [head * head_dim + row for head in range(len(tensor) // head_dim) for row in order]
             tensor = tensor[rows]
         made[hf_name(name)] = tensor.contiguous()

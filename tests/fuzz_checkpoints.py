@@ -59,7 +59,15 @@ def targets(folder: Path) -> list[Target]:
     torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
     one, two = (files.write_hf(folder / name, weights, params, count) for name, count in (("one", 1), ("two", 2)))
     binary = files.write_hf(folder / "binary", weights, params, bin_file=True)
+    wide = {**params, "head_dim": 6, "attention_bias": True, "mlp_bias": True}
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    wide_hf = files.write_hf(folder / "wide", files.weights(wide), wide, head_dim=6, rope_scaling=rope)
+    scaled = {**wide, "use_scaled_rope": True, "rope_scaling_factor": 8}
+    wide_meta = files.write_meta(folder / "scaled", files.weights(wide), scaled)
     found = [
+        Target(wide_hf, wide_hf / "config.json"),
+        Target(wide_hf, wide_hf / "model.safetensors"),
+        Target(wide_meta, wide_meta / "params.json"),
         Target(meta, meta / "consolidated.01.pth"),
         Target(meta, meta / "params.json"),
         Target(old, path),

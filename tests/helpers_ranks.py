@@ -182,9 +182,14 @@ def shards() -> Any:
 
 @check
 def every_checkpoint() -> Any:
-    """One model in Meta's files (1, 2, 4 and 8), Hugging Face's and llama2.c's, loaded on all ranks: the oracle's logits."""
+    """One model in Meta's files (1, 2, 4 and 8), Hugging Face's and llama2.c's, and one with biases and wider heads,
+    loaded on all ranks: the oracle's logits.
+    """
     tokens = torch.arange(24).reshape(2, 12) % 48
-    wanted = reference.logits(checkpoint_files.weights(checkpoint_files.WIDE), checkpoint_files.WIDE, tokens)
+    wanted = {
+        kind: reference.logits(checkpoint_files.weights(params), params, tokens)
+        for kind, params in (("wide", checkpoint_files.WIDE), ("biased", checkpoint_files.BIASED))
+    }
     groups = parallel.initialize_groups(None, torch.device("cpu"), "gloo", 60)
     paths = sorted((FOLDER / "checkpoints").iterdir())
     for path in paths:
@@ -193,7 +198,7 @@ def every_checkpoint() -> Any:
         sizes = {"vocab_size": rows, "max_seq_len": 24, "max_batch_size": 3}
         model = Transformer(ModelArgs(**{**checkpoint.params, **sizes}))
         load(model, checkpoint, rank=parallel.rank(), world=parallel.world_size())
-        close(model(tokens, 0), wanted, 1e-5)
+        close(model(tokens, 0), wanted["biased" if "biased" in path.name else "wide"], 1e-5)
     groups.close()
     return [path.name for path in paths]
 

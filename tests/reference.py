@@ -4,6 +4,7 @@ Works on a dict of Meta's keys in any float type (float64 for tests), and has gr
 d dim, h heads, g key/value heads, k head_dim.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,11 +28,16 @@ def ffn_width(params: Params) -> int:
 def shapes(params: Params) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, in the checkpoint's order."""
     d, v, f = params["dim"], params["vocab_size"], ffn_width(params)
-    kv = (params.get("n_kv_heads") or params["n_heads"]) * (d // params["n_heads"])
+    k = params.get("head_dim") or d // params["n_heads"]
+    q, kv = params["n_heads"] * k, (params.get("n_kv_heads") or params["n_heads"]) * k
     found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (v, d)}
     for n in range(params["n_layers"]):
-        found |= {f"layers.{n}.attention.w{x}.weight": s for x, s in zip("qkvo", ((d, d), (kv, d), (kv, d), (d, d)))}
-        found |= {f"layers.{n}.feed_forward.w{i}.weight": s for i, s in zip((1, 2, 3), ((f, d), (d, f), (f, d)))}
+        matrices = {f"attention.w{x}": s for x, s in zip("qkvo", ((q, d), (kv, d), (kv, d), (d, q)))}
+        matrices |= {f"feed_forward.w{i}": s for i, s in zip((1, 2, 3), ((f, d), (d, f), (f, d)))}
+        for name, shape in matrices.items():
+            found[f"layers.{n}.{name}.weight"] = shape
+            if params.get("attention_bias" if name.startswith("attention") else "mlp_bias"):
+                found[f"layers.{n}.{name}.bias"] = shape[:1]
         found |= {f"layers.{n}.{norm}.weight": (d,) for norm in ("attention_norm", "ffn_norm")}
     return {**found, "norm.weight": (d,), "output.weight": (v, d)}
 
@@ -42,7 +48,15 @@ def random_weights(params: Params, seed: int = 0, dtype: torch.dtype = torch.flo
     made = {}
     for name, shape in shapes(params).items():
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        scaled = 1 + 0.1 * noise if len(shape) == 1 else noise if "tok" in name else noise / shape[1] ** 0.5
+        scaled = (
+            0.5 * noise
+            if name.endswith("bias")
+            else 1 + 0.1 * noise
+            if len(shape) == 1
+            else noise
+            if "tok" in name
+            else noise / shape[1] ** 0.5
+        )
         made[name] = scaled.to(dtype)
     return made
 
@@ -51,10 +65,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Neighbouring pairs of x (b, heads, s, k) turned by position times frequency."""
+def frequencies(k: int, params: Params) -> Tensor:
+    """float64 (k/2,), one after another by the letter of facts-family.md section 4."""
+    scaling, found = params.get("rope_scaling") or {}, []
+    for i in range(k // 2):
+        f = params.get("rope_theta", 10000.0) ** (-2 * i / k)
+        if scaling.get("rope_type") == "linear":
+            f /= scaling["factor"]
+        elif scaling.get("rope_type") == "divisors":
+            f /= scaling["divisors"][i]
+        elif scaling:
+            factor, old = scaling["factor"], scaling["original_max_position_embeddings"]
+            low, high, wavelength = scaling["low_freq_factor"], scaling["high_freq_factor"], 2 * math.pi / f
+            share = min(max((old / wavelength - low) / (high - low), 0), 1)
+            f = (1 - share) * f / factor + share * f
+        found.append(f)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def rotate(x: Tensor, theta: float | Tensor) -> Tensor:
+    """Neighbouring pairs of x (b, heads, s, k) turned by position times frequency: these (k/2,), or theta's."""
     s, k = x.shape[-2:]
-    frequency = theta ** (-torch.arange(0, k, 2, dtype=torch.float64) / k)  # (k/2,)
+    frequency = theta if isinstance(theta, Tensor) else frequencies(k, {"rope_theta": theta})
     angle = torch.arange(s, dtype=torch.float64)[:, None] * frequency  # (s, k/2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -73,21 +105,25 @@ def hidden(weights: Weights, params: Params, tokens: Tensor, attention: Attentio
     """Ids (b, s) to the states after the final norm (b, s, d)."""
     heads, eps = params["n_heads"], params.get("norm_eps", 1e-5)
     groups = params.get("n_kv_heads") or heads
-    theta = params.get("rope_theta", 10000.0)
     x = weights["tok_embeddings.weight"][tokens]  # (b, s, d)
     for n in range(params["n_layers"]):
-        layer = {name.split(".")[-2]: w for name, w in weights.items() if name.startswith(f"layers.{n}.")}
-        y = rms_norm(x, layer["attention_norm"], eps)
+        layer = {name.removeprefix(f"layers.{n}."): w for name, w in weights.items() if name.startswith(f"layers.{n}.")}
+
+        def linear(y: Tensor, name: str, layer: Weights = layer) -> Tensor:
+            return y @ layer[f"{name}.weight"].T + layer.get(f"{name}.bias", torch.zeros((), dtype=y.dtype))
+
+        y = rms_norm(x, layer["attention_norm.weight"], eps)
         q, k, v = (
-            (y @ layer[w].T).unflatten(-1, (count, -1)).transpose(1, 2)  # (b, heads, s, k)
+            linear(y, f"attention.{w}").unflatten(-1, (count, -1)).transpose(1, 2)  # (b, heads, s, k)
             for w, count in (("wq", heads), ("wk", groups), ("wv", groups))
         )
-        q, k = rotate(q, theta), rotate(k, theta)
+        frequency = frequencies(q.shape[-1], params)
+        q, k = rotate(q, frequency), rotate(k, frequency)
         k, v = (t.repeat_interleave(heads // groups, dim=1) for t in (k, v))
-        x = x + attention(q, k, v).transpose(1, 2).flatten(2) @ layer["wo"].T
-        y = rms_norm(x, layer["ffn_norm"], eps)
-        gate = y @ layer["w1"].T
-        x = x + (gate * torch.sigmoid(gate) * (y @ layer["w3"].T)) @ layer["w2"].T
+        x = x + linear(attention(q, k, v).transpose(1, 2).flatten(2), "attention.wo")
+        y = rms_norm(x, layer["ffn_norm.weight"], eps)
+        gate = linear(y, "feed_forward.w1")
+        x = x + linear(gate * torch.sigmoid(gate) * linear(y, "feed_forward.w3"), "feed_forward.w2")
     return rms_norm(x, weights["norm.weight"], eps)
 
 

@@ -225,7 +225,7 @@ def test_a_failed_run_with_force_leaves_what_was_there(
     tmp_path: Path, meta: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(str(meta), str(tmp_path / "dst"), "meta")
-    monkeypatch.setattr(hf, "_hf_config", lambda *_: 1 / 0)
+    monkeypatch.setattr(hf, "config_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert(str(meta), str(tmp_path / "dst"), "hf", force=True)
     monkeypatch.undo()

@@ -23,7 +23,9 @@ from llama.checkpoint.companions import c_differences, read_vocabulary
 from llama.cli.convert import convert
 from llama.errors import LlamaError
 from llama.model import ModelArgs, Transformer
-from llama.tokenizer import Tokenizer, _field, _number
+from llama.tokenizer import Tokenizer
+from llama.vocabulary.sentencepiece import field as _field
+from llama.vocabulary.sentencepiece import number as _number
 
 GOLDEN = Path(__file__).parent / "golden"
 WQ = "layers.0.attention.wq.weight"
@@ -132,7 +134,7 @@ def test_another_number_of_layers_than_the_files_hold(tmp_path: Path, kind: str,
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("layers.0.attention.wq.bias", "a bias"),
+        ("layers.0.attention_norm.bias", "a bias"),
         (
             "model.layers.0.self_attn.q_norm.weight",
             "a Llama model does not have: the keys 'model.layers.0.self_attn.q_norm.w",

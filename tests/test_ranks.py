@@ -118,6 +118,9 @@ def write_checkpoints(folder: Path) -> None:
     for shards in (1, 2, 4, 8):
         checkpoint_files.write_meta(every / f"meta{shards}", weights, wide, shards)
     checkpoint_files.write_hf(every / "hf", weights, wide)
+    biased = checkpoint_files.BIASED
+    checkpoint_files.write_hf(every / "biased", checkpoint_files.weights(biased), biased, head_dim=12)
+    checkpoint_files.write_meta(every / "biased2", checkpoint_files.weights(biased), biased, shards=2, rows=True)
     checkpoint_files.write_llama2c(every / "v1.bin", weights, wide, version=1)
 
 
@@ -205,14 +208,17 @@ def test_two_programs_side_by_side_without_any_variables(starts: Callable[[str],
     assert starts("twin").ended.returncode == 0
 
 
+EVERY = ["biased", "biased2", "hf", "meta1", "meta2", "meta4", "meta8", "v1.bin"]
+
+
 @pytest.mark.slow
 def test_every_checkpoint_on_eight_ranks(tmp_path: Path) -> None:
     write_checkpoints(tmp_path)
-    assert len(run_torchrun(8, tmp_path, ["every_checkpoint"]).values("every_checkpoint")[0]) == 6
+    assert len(run_torchrun(8, tmp_path, ["every_checkpoint"]).values("every_checkpoint")[0]) == 8
 
 
 def test_every_checkpoint_was_there(records: Records) -> None:
-    assert records.values("every_checkpoint")[0] == ["hf", "meta1", "meta2", "meta4", "meta8", "v1.bin"]
+    assert records.values("every_checkpoint")[0] == EVERY
 
 
 def test_a_failing_rank_ends_all_with_its_message(records: Records) -> None:

@@ -167,8 +167,8 @@ def loaded(patch: pytest.MonkeyPatch, folder: Path) -> str:
 @message
 def tokenizer(patch: pytest.MonkeyPatch, folder: Path) -> None:
     for name in ("params.json", "consolidated.00.pth"):
-        shutil.copy(DEMO / name, folder)
-    build_golden(ckpt_dir=str(folder))
+        shutil.copy(ROOT / "tests" / "golden" / "mha" / name, folder)
+    build_golden(ckpt_dir=str(folder), tokenizer_path=str(DEMO / "tokenizer.model"))
 
 
 @message

@@ -2,15 +2,16 @@
 
 from .checkpoint import Checkpoint
 from .fingerprint import compare_ranks
-from .loading import find_tokenizer, load, load_model, open_checkpoint, pick_scheme, with_defaults
+from .loading import load, load_model, open_checkpoint, pick_scheme, with_defaults
+from .tokenizers import open_tokenizer
 
 __all__ = [
     "Checkpoint",
     "compare_ranks",
-    "find_tokenizer",
     "load",
     "load_model",
     "open_checkpoint",
+    "open_tokenizer",
     "pick_scheme",
     "with_defaults",
 ]

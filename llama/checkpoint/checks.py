@@ -10,21 +10,22 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from ..model import ModelArgs
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, StoredWeight
 from .files import first_few, format_error
 from .refusals import EXPECTED, QUANTIZED_KEYS
-from .table import IGNORABLE, all_names, sizes, weight_spec
+from .table import BIASES, IGNORABLE, TABLE, all_names, sizes, weight_spec
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of")
-PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta")  # keys of params.json
+INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "head_dim")
+PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta", *BIASES)  # keys of params.json that are fields
+SCALED_ROPE = ("use_scaled_rope", "rope_scaling_factor")  # keys of params.json that meta.py makes `rope_scaling` of
 SURPLUS = (  # what may stand among a Llama model's weights
     (
         r"(base_model\.model\.)?.*lora_[AB]\b",
         "a LoRA adapter: give its base model, and lora= with the adapter's folder",
     ),
     *QUANTIZED_KEYS,
-    (r".*\.bias$", "a bias: this library runs models without biases"),
+    (r".*\.bias$", "a bias where no model of this architecture has one"),
 )
 FOREIGN = (
     *SURPLUS[:-1],
@@ -100,20 +101,29 @@ def check_params(path: Path, params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` with ModelArgs' defaults, or LlamaError naming the key that is unknown or whose value is impossible."""
     unknown = sorted(set(params) - set(PARAMS))
     if unknown:
-        raise format_error(path, f"unknown key {unknown[0]!r}", f"only {', '.join(PARAMS)}")
+        raise format_error(path, f"unknown key {unknown[0]!r}", f"only {', '.join((*PARAMS, *SCALED_ROPE))}")
     given = {name: value for name, value in params.items() if value is not None}
     for name, value in given.items():
+        if name in BIASES:
+            if not isinstance(value, bool):
+                raise format_error(path, f"{name}={value!r:.60}", "true or false")
+            continue
         kinds = (int,) if name in INTEGERS else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or not -1 <= value < 1 << 40:
             kind = "an integer" if name in INTEGERS else "a number"
             raise format_error(path, f"{name}={value!r:.60}", f"{kind} of a possible size")
         if value <= 0 and not (name == "vocab_size" and value == -1):
             raise format_error(path, f"{name}={value!r}", "a number above 0")
-    full = {name: getattr(ModelArgs, name) for name in (*PARAMS, "ffn_dim")} | given
-    heads, kv_heads = full["n_heads"], full["n_kv_heads"] or full["n_heads"]
-    if full["dim"] % heads or (full["dim"] // heads) % 2 or heads % kv_heads:
-        found = f"dim={full['dim']}, n_heads={heads}, n_kv_heads={kv_heads}"
+    full = {name: getattr(ModelArgs, name) for name in (*PARAMS, "ffn_dim", "rope_scaling")} | given
+    dim, heads, kv_heads = full["dim"], full["n_heads"], full["n_kv_heads"] or full["n_heads"]
+    if full["head_dim"] is not None and (full["head_dim"] % 2 or heads % kv_heads):
+        found = f"head_dim={full['head_dim']}, n_heads={heads}, n_kv_heads={kv_heads}"
+        raise format_error(path, found, "an even head_dim, and n_heads a multiple of n_kv_heads")
+    if full["head_dim"] is None and (dim % heads or (dim // heads) % 2 or heads % kv_heads):
+        found = f"dim={dim}, n_heads={heads}, n_kv_heads={kv_heads}"
         raise format_error(path, found, "dim = n_heads x an even number, and n_heads a multiple of n_kv_heads")
+    if full["head_dim"] == dim / heads:
+        full["head_dim"] = None  # as published
     return full
 
 
@@ -151,11 +161,14 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
         raise LlamaError(
             f"{path}: the files hold {held} layers, but {source} says n_layers={layers}: correct one of them"
         )
+    _count_biases(checkpoint)
     numbers = sizes(checkpoint.params)
     embedding = found["tok_embeddings.weight"].shape if "tok_embeddings.weight" in found else ()
     if len(embedding) == 2 and (numbers["vocab"] < 1 or checkpoint.format == "meta"):
         numbers["vocab"] = embedding[0]  # params.json's is overruled by the tokenizer's, which comes later
-    wanted = {name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers)}
+    wanted = {
+        name: tuple(numbers[size] for size in weight_spec(name).shape) for name in all_names(layers, checkpoint.params)
+    }
     for name in wanted:
         if name in found and found[name].dtype not in FLOATS:
             kinds = "float32, bfloat16 or float16, or scales with it as convert --quantize writes them"
@@ -168,3 +181,21 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
         raise LlamaError(f"{error} ({known}): fetch the files again") from None
     checkpoint.weights = {name: found[name] for name in wanted}
     return checkpoint
+
+
+def _count_biases(checkpoint: Checkpoint) -> None:
+    """Set the flags of the biases that the files hold. Zeros stand in for a kind that no layer has where another kind
+    is there, as transformers does it: some models have them on q, k and v alone.
+    """
+    weights = checkpoint.weights
+    for flag in BIASES:
+        keys = {spec.key: spec for spec in TABLE if spec.flag == flag}
+        layers = range(checkpoint.params["n_layers"])
+        held = {key for key in keys if any(key.format(layer) in weights for layer in layers)}
+        checkpoint.params[flag] = bool(held or checkpoint.params.get(flag))
+        for key in keys.keys() - held if held else ():
+            for name in map(key.format, layers):
+                weight = weights.get(name.removesuffix("bias") + "weight")
+                if weight is not None:  # else it is named as missing
+                    size, dtype = weight.shape[:1], weight.dtype
+                    weights[name] = StoredWeight([torch.zeros(size, dtype=dtype, device="cpu")])

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LlamaError
-from ..tokenizer import SentencePieceProcessor
+from ..tokenizer import SentencePieceProcessor, Tokenizer
+from ..vocabulary import kind_of, read_file
 from .checkpoint import Checkpoint
 from .files import read_json
+from .tokenizers import open_tokenizer
 
 logger = logging.getLogger("llama")
 
@@ -44,14 +46,28 @@ def special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
         ids = {name: held[name] for name in ID_NAMES if held.get(name) is not None}
         if ids:
             return ids
-    vocabulary = read_vocabulary(checkpoint.tokenizer_path)
-    if vocabulary is None:
+    tokenizer = try_tokenizer(checkpoint)
+    if tokenizer is None:
         return {}
-    numbers = (vocabulary.bos_id(), vocabulary.eos_id(), vocabulary.pad_id())
-    return {name: number for name, number in zip(ID_NAMES, numbers, strict=True) if number >= 0}
+    ends: Any = sorted(tokenizer.stop_ids)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or -1}
+    ids["pad_token_id"] = tokenizer.pad_id
+    return {name: value for name, value in ids.items() if value != -1}
 
 
 # ---------------------------------------------------------------------------------------- tokenizers
+
+
+def try_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None, and a log line where one is there, if it cannot be read."""
+    try:
+        found = open_tokenizer(None, checkpoint)
+    except FileNotFoundError:
+        return None
+    except LlamaError as error:
+        logger.warning("the tokenizer is not read: %s", error)
+        return None
+    return found  # type: ignore[no-any-return]
 
 
 def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
@@ -66,9 +82,12 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
     """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
-    path = checkpoint.tokenizer_path
+    path, in_memory = checkpoint.tokenizer_path, getattr(checkpoint, "tokenizer_data", None)
     vocabulary = read_vocabulary(path) if to_bin else None
-    if path is None:
+    if in_memory is not None:
+        name = "tokenizer.json" if kind_of(in_memory[0]) == "tokenizer.json" else "tokenizer.model"
+        (folder / name).write_bytes(in_memory[0])
+    elif path is None:
         logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
     elif vocabulary is not None:
         (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
@@ -91,6 +110,12 @@ def check_for_llama2c(checkpoint: Checkpoint) -> None:
     """LlamaError for a vocabulary that llama2.c's programs would make other ids with; a log line for less."""
     path, rows = checkpoint.tokenizer_path, checkpoint.shape("tok_embeddings.weight")[0]
     vocabulary = read_vocabulary(path)
+    in_memory = getattr(checkpoint, "tokenizer_data", None)
+    if in_memory is not None or path is not None:
+        kind = kind_of(in_memory[0] if in_memory is not None else read_file(path or checkpoint.path))
+        if kind != "SentencePiece":
+            found = f"{path or checkpoint.path} is a vocabulary of the kind {kind}, but llama2.c's programs know"
+            raise LlamaError(f"{found} SentencePiece's: to write the weights alone, convert from a folder without it")
     if vocabulary is not None:
         differences = c_differences(vocabulary)
         if differences:

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import LlamaError
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
-from .codecs import META_CODECS
+from .codecs import META_CODECS, Int4Groups, Int8Rows
 from .files import first_few
 from .memory import gigabytes
 from .source import DTYPES, Source
@@ -74,15 +75,33 @@ def _check_settings(source: Source, to: str) -> None:
 
 
 def _tie_equal(checkpoint: Checkpoint) -> None:
-    """Tie a head of Meta's that is the embedding value for value: shards, cut otherwise, cannot say so."""
+    """Tie a head of Meta's that is the embedding value for value, or was quantized from it: shards, cut otherwise, and
+    quantized files cannot say so.
+    """
     names = ("output.weight", "tok_embeddings.weight")
     head, embedding = (checkpoint.weights[name] for name in names)
-    if checkpoint.format != "meta" or checkpoint.tied or head.codec or head.dtype != embedding.dtype:
+    if checkpoint.format != "meta" or checkpoint.tied:
+        return
+    if isinstance(head.codec, META_CODECS):
+        values = checkpoint.read("tok_embeddings.weight")
+        if _quantized_from(head.codec, values[:1], 1) and _quantized_from(head.codec, values, len(values)):
+            checkpoint.weights["output.weight"] = embedding
+        return
+    if head.codec or head.dtype != embedding.dtype:
         return
     rows = [checkpoint.weights[name].slices(0, 0, 1)[0].values()[0] for name in names]
     shared = min(map(len, rows))  # of the first row, which tells most others apart
     if torch.equal(rows[0][:shared], rows[1][:shared]) and torch.equal(*map(checkpoint.read, names)):
         checkpoint.weights["output.weight"] = embedding
+
+
+def _quantized_from(codec: Int8Rows | Int4Groups, values: Tensor, rows: int) -> bool:
+    """Whether quantizing `values` gives the codec's first rows."""
+    try:
+        qvalues, scales = codec.quantize(values)
+    except ValueError:  # it cannot have been made of these
+        return False
+    return torch.equal(qvalues, codec.qvalues[:rows]) and torch.equal(scales, codec.scales[:rows].to(scales.dtype))
 
 
 def _say_what_becomes_of_the_window(source: Source, to: str) -> None:

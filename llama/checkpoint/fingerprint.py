@@ -8,6 +8,7 @@ import torch
 
 from ..distributed import check_same_on_all_ranks, world_size
 from ..model import Transformer
+from ..tokenizer import Tokenizer, piece, stop_ids
 from .checkpoint import Checkpoint
 from .mapping import raw_bytes
 
@@ -20,8 +21,10 @@ def compare_ranks(checkpoint: Checkpoint, model: Transformer, tokenizer: Any, **
 
 def _fingerprint(checkpoint: Checkpoint, model: Transformer, tokenizer: Any) -> dict[str, object]:
     """The sizes, and digests of the vocabulary and of a few of each layer's weights."""
-    pieces = tokenizer.sp_model.id_to_piece(list(range(tokenizer.n_words)))
-    vocabulary = hashlib.sha256(repr((pieces, tokenizer.bos_id, tokenizer.eos_id)).encode("utf-8", "surrogatepass"))
+    ours = isinstance(tokenizer, Tokenizer)  # one of the caller's may name no pieces
+    pieces = [piece(tokenizer, token) for token in range(tokenizer.n_words if ours else 0)]
+    marks = [getattr(tokenizer, "bos_id", None), sorted(stop_ids(tokenizer))]
+    vocabulary = hashlib.sha256(repr((pieces, marks)).encode("utf-8", "surrogatepass"))
     return {
         **dataclasses.asdict(model.params),
         "the vocabulary": f"{len(pieces)} pieces with digest {vocabulary.hexdigest()[:8]}",

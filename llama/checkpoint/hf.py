@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, StoredWeight, pairs_to_halves
-from .checks import check_params, check_weights, plain_tensors, positive_int
+from .checks import check_weights, plain_tensors, positive_int
 from .codecs import Codec
 from .companions import copy_companions, copy_tokenizer, read_vocabulary, special_ids
 from .files import first_few, format_error, read_json, write_json
+from .hf_config import config_of, read_config
 from .pth import read_pth
-from .refusals import refuse_quantized
 from .safetensors import read_safetensors, write_safetensors
 from .source import Source
-from .table import IGNORABLE, hf_name, meta_name, rotary_heads, sizes
+from .table import BIASES, IGNORABLE, hf_name, meta_name, rotary_heads
+from .tokenizers import write_tokenizer_json
 
 logger = logging.getLogger("llama")
 _NUMBERED = re.compile(r"-(\d{1,9})-of-(\d{1,9})$")
@@ -33,8 +34,7 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
     """
     config_path = folder / "config.json"
     config = read_json(config_path, "a Hugging Face configuration")
-    refuse_quantized(folder, config)
-    params, files = _hf_params(config_path, config), _named_files(file) if file else _hf_files(folder)
+    params, files = read_config(config_path, config), _named_files(file) if file else _hf_files(folder)
     tensors, mapped = _hf_tensors(files)
     names = {name: meta_name(name) for name in tensors}
     weights = {
@@ -45,7 +45,11 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
     _tie(config_path, config, weights)
     context = positive_int(config.get("max_position_embeddings"))
     checkpoint = Checkpoint(file or folder, "hf", params, weights, files, context, mapped)
-    return check_weights(checkpoint, "config.json", [name for name, ours in names.items() if ours is None])
+    check_weights(checkpoint, "config.json", [name for name, ours in names.items() if ours is None])
+    for flag in BIASES:
+        if params[flag] and config.get(flag) is False:
+            logger.warning("%s: the files hold biases, which are used; %s false is taken back", config_path, flag)
+    return checkpoint
 
 
 def _hf_tensors(files: list[Path]) -> tuple[dict[str, Tensor], bool]:
@@ -83,77 +87,6 @@ def _same_values(one: Tensor | Codec, other: Tensor | Codec) -> bool:
     if one.ndim != 2 or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one[:1], other[:1]) and torch.equal(one, other)  # the first row tells most others apart
-
-
-# Fields of config.json that change the arithmetic, with the only values this library computes.
-_HF_ONLY: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "partial_rotary_factor": (1, None),
-    "sliding_window": (None,),
-    "quantization_config": (None,),
-    "quantization": (None,),  # MLX's
-}
-_HF_FIELDS = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "vocab_size": "vocab_size",
-    "rms_norm_eps": "norm_eps",
-}
-
-
-def _hf_params(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """ModelArgs fields from a config.json; LlamaError names the field that this library cannot follow."""
-    theta = _rope_theta(path, config)
-    for name, allowed in _HF_ONLY.items():
-        value = config.get(name, allowed[0])
-        if value not in allowed:
-            expected = f"{allowed[0]!r}: this library runs plain Llama models"
-            raise format_error(path, f"{name} is {value!r:.60}", expected)
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if not isinstance(architectures, list):
-        raise format_error(path, f"architectures {architectures!r:.80}", "a list that names LlamaForCausalLM")
-    if [str(name).lower() for name in architectures] != ["llamaforcausallm"] or "model_type" not in config:
-        raise format_error(path, f"architectures {architectures!r:.80}", "LlamaForCausalLM, and model_type 'llama'")
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        if type(config.get(name)) is not int or not 0 < config[name] < 1 << 30:
-            raise format_error(path, f"{name} is {config.get(name)!r:.60}", "an integer above 0")
-    params = {ours: config[theirs] for theirs, ours in _HF_FIELDS.items() if theirs in config}
-    params.setdefault("norm_eps", 1e-6)  # transformers' default
-    params["rope_theta"] = theta
-    full = check_params(path, params) | {"ffn_dim": config["intermediate_size"]}
-    if config.get("head_dim") not in (None, full["dim"] // full["n_heads"]):
-        found = f"head_dim is {config['head_dim']!r:.40}"
-        raise format_error(path, found, f"hidden_size / num_attention_heads = {full['dim'] // full['n_heads']}")
-    return full
-
-
-# What rope_parameters and rope_scaling may say besides rope_theta: nothing that scales the angles.
-_PLAIN_ROPE = {"rope_type": "default", "type": "default", "factor": 1, "partial_rotary_factor": 1}
-
-
-def _rope_theta(path: Path, config: dict[str, Any]) -> Any:
-    """rope_theta, at the top (older files) or in rope_parameters or rope_scaling (newer ones); 10000.0 if nowhere."""
-    stated = {"rope_theta": config.get("rope_theta")}
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = {} if config.get(name) is None else config[name]
-        plain = isinstance(rope, dict) and all(
-            value is None or key == "rope_theta" or (key in _PLAIN_ROPE and value == _PLAIN_ROPE[key])
-            for key, value in rope.items()
-        )
-        if not plain:
-            raise format_error(path, f"{name} is {rope!r:.80}", "no scaling of the rotary angles, or type 'default'")
-        stated[f"{name}.rope_theta"] = rope.get("rope_theta")
-    found = {name: value for name, value in stated.items() if value is not None}
-    first: Any = next(iter(found.values()), 10000.0)
-    if any(value != first for value in found.values()):
-        listed = ", ".join(f"{name}={value!r:.40}" for name, value in found.items())
-        raise format_error(path, listed, "one rope_theta")
-    return first
 
 
 def _hf_files(folder: Path) -> list[Path]:
@@ -215,7 +148,7 @@ def _named_files(file: Path) -> list[Path]:
 
 def write(source: Source, folder: Path) -> None:
     """config.json, generation_config.json, safetensors (several with an index above 5 GB), the tokenizer's files."""
-    checkpoint = source.checkpoint
+    checkpoint, fields = source.checkpoint, config_of(source)
     names = [name for name in checkpoint.names() if not (checkpoint.tied and name == "output.weight")]
     files = _group(source, names)
     weight_map: dict[str, str] = {}
@@ -228,16 +161,17 @@ def write(source: Source, folder: Path) -> None:
         index_json = {"metadata": {"total_size": source.size(names)}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index_json)
     copy_companions(checkpoint, folder)
+    write_tokenizer_json(checkpoint, folder, source.window)
     if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
         copy_tokenizer(checkpoint, folder)
     _write_tokenizer_config(checkpoint, folder, source.window)
     ids = special_ids(checkpoint)
     if not ids:
-        logger.warning("%s: no SentencePiece vocabulary, so no BOS and EOS ids are written", checkpoint.path)
+        logger.warning("%s: no vocabulary that can be read, so no BOS and EOS ids are written", checkpoint.path)
     if not (folder / "generation_config.json").exists():
         sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9} if checkpoint.format != "hf" else {}
         write_json(folder / "generation_config.json", {**ids, **sampling})
-    write_json(folder / "config.json", {**_kept_config(checkpoint), **_hf_config(source), **ids})
+    write_json(folder / "config.json", {**_kept_config(checkpoint), **fields, **ids})
 
 
 def _group(source: Source, names: list[str]) -> list[list[str]]:
@@ -256,35 +190,11 @@ def _hf_weight(source: Source, name: str) -> Tensor:
 
 
 def _kept_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A Hugging Face folder's config.json, but for other spellings of what `_hf_config` writes, and code of its own."""
+    """A Hugging Face folder's config.json, but for other spellings of what `config_of` writes, and code of its own."""
     if checkpoint.format != "hf":
         return {}
     config = read_json(checkpoint.folder / "config.json", "a Hugging Face configuration")
     return {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype", "auto_map")}
-
-
-def _hf_config(source: Source) -> dict[str, Any]:
-    params, numbers = source.params, sizes(source.params)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": params["dim"],
-        "intermediate_size": numbers["ffn"],
-        "num_hidden_layers": params["n_layers"],
-        "num_attention_heads": params["n_heads"],
-        "num_key_value_heads": numbers["kv_heads"],
-        "head_dim": params["dim"] // params["n_heads"],
-        "vocab_size": params["vocab_size"],
-        "max_position_embeddings": source.window,
-        "rms_norm_eps": params["norm_eps"],
-        "rope_theta": params["rope_theta"],
-        "rope_scaling": None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": source.checkpoint.tied,
-        "torch_dtype": str(source.dtype("output.weight")).removeprefix("torch."),
-    }
 
 
 def _write_tokenizer_config(checkpoint: Checkpoint, folder: Path, context: int) -> None:

@@ -18,7 +18,7 @@ from .companions import check_for_llama2c, copy_tokenizer
 from .files import format_error, read_head
 from .mapping import map_file, tensor_at, write_tensor
 from .source import Source
-from .table import sizes, split_known, weight_spec
+from .table import BIASES, sizes, split_known, weight_spec
 
 MAGIC = 0x616B3432  # "ak42"
 HEADER = 256  # bytes, versions 1 and 2; version 0 has seven ints and nothing else
@@ -165,12 +165,21 @@ def read_training(path: Path, value: Mapping[str, Any], mapped: bool) -> Checkpo
 # -------------------------------------------------------------------------------------------------- write
 
 
+def obstacle(params: Mapping[str, Any]) -> str | None:
+    """What of these settings llama2.c's programs do not compute; None where they do."""
+    if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
+        found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
+        return f"{found}; llama2.c's programs compute with 10000.0 and 1e-05 only"
+    added = [name for name in ("head_dim", "rope_scaling", *BIASES) if params.get(name)]
+    return f"{', '.join(added)}, which llama2.c's programs do not know" if added else None
+
+
 def write(source: Source, folder: Path) -> None:
     """model.bin (version 0, float32) and tokenizer.bin."""
     params, numbers, checkpoint = source.params, sizes(source.params), source.checkpoint
-    if params["rope_theta"] != 10000.0 or params["norm_eps"] != 1e-5:
-        found = f"rope_theta={params['rope_theta']}, norm_eps={params['norm_eps']}"
-        raise LlamaError(f"{checkpoint.path} has {found}; llama2.c's programs compute with 10000.0 and 1e-05 only")
+    reason = obstacle(params)
+    if reason is not None:
+        raise LlamaError(f"{checkpoint.path} has {reason}")
     check_for_llama2c(checkpoint)
     ints = (numbers["dim"], numbers["ffn"], int(params["n_layers"]), numbers["heads"], numbers["kv_heads"])
     header = Header(*ints, numbers["vocab"], source.window)

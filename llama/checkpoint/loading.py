@@ -27,6 +27,7 @@ from .lora import ADAPTER_FILES, CONFIG, add_adapters
 from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
+from .tokenizers import find_tokenizer
 
 KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
 FOREIGN_FILES = {
@@ -44,7 +45,6 @@ FOREIGN_MAGIC = {
     b"tjgg": "a GGML file (of older llama.cpp)",
     b"\x89HDF": "an HDF5 file (Keras)",
 }
-TOKENIZERS = ("tokenizer.model", "tokenizer.bin")
 THREADS = 4  # at most, that copy weights; each holds the pages of one tensor
 logger = logging.getLogger("llama")
 T = TypeVar("T")
@@ -63,9 +63,7 @@ def open_checkpoint(path: str | Path, lora: Any = None, lora_scale: Any = 1.0) -
         if not path.exists():
             raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
         checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-        names = TOKENIZERS[::-1] if checkpoint.format == "llama2c" else TOKENIZERS
-        beside = (checkpoint.folder / name for name in names)
-        checkpoint.tokenizer_path = next((file for file in beside if file.is_file()), None)
+        checkpoint.tokenizer_path = find_tokenizer(checkpoint.folder, checkpoint.format == "llama2c")
     return add_adapters(checkpoint, lora, lora_scale)
 
 
@@ -249,18 +247,22 @@ def load_model(
     dtype: torch.dtype,
     quantize: str | None = None,
 ) -> Transformer:
-    """This rank's part of the checkpoint in a new model."""
+    """This rank's part of the checkpoint in a new model, which may have more rows than the tokenizer's `vocab_size`."""
     for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
-    sizes = {"vocab_size": vocab_size, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
+    rows = checkpoint.shape("tok_embeddings.weight")[0]  # perhaps padded: ids without a piece are never drawn
+    sizes = {"vocab_size": rows, "max_seq_len": max_seq_len, "max_batch_size": max_batch_size}
     args = ModelArgs(**{**checkpoint.params, **sizes})
-    rows = checkpoint.shape("tok_embeddings.weight")[0]
-    if rows != vocab_size:
+    if rows < vocab_size:
         found = f"{checkpoint.path} embeds {rows} tokens, but the tokenizer has {vocab_size}"
         raise LlamaError(f"{found}: give the tokenizer that belongs to this checkpoint")
+    if rows > vocab_size and rank() == 0:
+        level = logging.WARNING if rows > vocab_size + max(1024, vocab_size // 10) else logging.INFO
+        words = "%s embeds %d tokens, the tokenizer has %d: the others are never drawn, if it is the right tokenizer"
+        logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
@@ -275,10 +277,3 @@ def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
     if quantize is not None and stored is not None and not quantize.startswith(stored):
         raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
     return quantize or stored
-
-
-def find_tokenizer(checkpoint: Checkpoint) -> Path:
-    """The tokenizer in the checkpoint's folder; FileNotFoundError where there is none."""
-    if checkpoint.tokenizer_path is None:
-        raise FileNotFoundError(f"no tokenizer.model beside {checkpoint.path}: pass tokenizer_path (--tokenizer)")
-    return Path(checkpoint.tokenizer_path)

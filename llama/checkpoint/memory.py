@@ -10,7 +10,7 @@ import torch
 
 from ..errors import LlamaError
 from ..quantization import SCHEMES, weight_scheme
-from .table import TABLE, sizes
+from .table import sizes, specs
 
 
 class Memory(NamedTuple):
@@ -25,11 +25,13 @@ class Memory(NamedTuple):
         return self.weights + self.kv_cache
 
 
-def count_parameters(params: Mapping[str, Any], ranks: int = 1) -> int:
-    """Weights on each rank: the norms whole, everything else in `ranks` parts. `vocab_size` must be known."""
+def count_parameters(params: Mapping[str, Any], ranks: int = 1, tied: bool = False) -> int:
+    """Weights on each rank: the norms whole, everything else in `ranks` parts; a tied head is the embedding, but for
+    several ranks, which shard the two otherwise. `vocab_size` must be known.
+    """
     numbers = sizes(params)
-    count = 0
-    for spec in TABLE:
+    count = -numbers["vocab"] * numbers["dim"] if tied and ranks == 1 else 0
+    for spec in specs(params):
         values = math.prod(numbers[size] for size in spec.shape) * (params["n_layers"] if "{}" in spec.key else 1)
         count += values if spec.axis is None else values // ranks
     return count
@@ -42,12 +44,16 @@ def memory_estimate(
     ranks: int,
     dtype: torch.dtype,
     scheme: str | None = None,
+    tied: bool = False,
 ) -> Memory:
     """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `scheme`
-    is how the layers' weights are quantized.
+    is how the layers' weights are quantized: a tied head then too, beside the embedding, which is not.
     """
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
-    count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
+    count, embedding = (
+        count_parameters(params, ranks, tied and not scheme),
+        params["vocab_size"] * params["dim"] // ranks,
+    )
     weights = count * dtype.itemsize
     if scheme:
         head, layers = (SCHEMES[weight_scheme(name, scheme)].bytes_per_weight for name in ("output.weight", "layers"))
@@ -92,9 +98,11 @@ def gigabytes(size: int) -> str:
     return f"{size / 1000:.1f} kB"
 
 
-def check_memory(args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None) -> None:
+def check_memory(
+    args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None, tied: bool = False
+) -> None:
     """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
-    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme)
+    need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
     free = free_memory(device)
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
     if free is None or need.total * here <= free:

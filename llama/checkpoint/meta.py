@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import LlamaError
-from ..model import ffn_width
+from ..model import ModelArgs, ffn_width
 from ..quantization import weight_scheme
+from ..rope import check_rope_scaling, llama3_scaling, named_scaling
 from .checkpoint import Checkpoint, StoredWeight
-from .checks import PARAMS, check_params, check_weights, plain_tensors, positive_int, same_storage
+from .checks import PARAMS, SCALED_ROPE, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
 from .companions import copy_companions, copy_tokenizer, special_ids
 from .files import first_few, format_error, read_json, write_json
@@ -34,7 +36,8 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
         raise FileNotFoundError(f"{folder.absolute()}: params.json, but no consolidated.NN.pth (or other .pth)")
     context = positive_int(settings.pop("max_seq_len", None))
     settings.pop("max_batch_size", None)
-    params = check_params(params_path, settings)
+    scaling = _scaled_rope(params_path, settings)
+    params = check_params(params_path, settings) | {"rope_scaling": scaling}
     expected = "weights by Meta's keys (layers.0.attention.wq.weight, ...)"
     contents = [read_pth(file) for file in files]
     shards = [plain_tensors(file, value, expected) for file, (value, _) in zip(files, contents, strict=True)]
@@ -51,6 +54,46 @@ def read(folder: Path, file: Path | None = None) -> Checkpoint:
     mapped = all(mapped for _, mapped in contents)
     checkpoint = Checkpoint(file or folder, "meta", params, weights, files, context, mapped)
     return check_weights(checkpoint, "params.json", unknown)
+
+
+# Keys of models that Meta publishes in this format and that are not run here; null is as absent.
+REFUSED = (
+    (r"quantization_args|lora_args", "the 4-bit files of Llama 3.2: take the bfloat16 model with quantize='int4'"),
+    (r"vision_.*", "a model that sees images; only text models are run here"),
+    (r"moe_.*|.*experts?(_.*)?", "a mixture of experts; only dense models are run here"),
+)
+
+
+SMALL = 4096  # Llama 3.2's models are narrower than this
+
+
+def rule_factor(dim: int) -> float:
+    """By what `use_scaled_rope` divides long wavelengths where params.json names no factor: 32 in Llama 3.2's small
+    models, 8 in all others (facts: rope scaling; the reference takes 8 for all, and degrades at long range).
+    """
+    return 32.0 if dim < SMALL else 8.0
+
+
+def _scaled_rope(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Take use_scaled_rope and rope_scaling_factor out of params.json's settings; what ModelArgs.rope_scaling says
+    then. LlamaError also for keys of models that are not run here.
+    """
+    for name, value in list(settings.items()):
+        reason = next((what for pattern, what in REFUSED if re.fullmatch(pattern, name)), None)
+        if reason is not None and value is not None:
+            raise format_error(path, f"{name}, which is of {reason}", "a dense text model of plain weights")
+        if reason is not None:
+            del settings[name]
+    scaled, factor = (settings.pop(name, None) for name in SCALED_ROPE)
+    if scaled is not None and not isinstance(scaled, bool):
+        raise format_error(path, f"use_scaled_rope={scaled!r:.60}", "true or false")
+    dim = positive_int(settings.get("dim"))
+    factor = rule_factor(dim or ModelArgs.dim) if factor is None else factor
+    try:
+        scaling = check_rope_scaling(llama3_scaling(factor))
+    except LlamaError as error:
+        raise format_error(path, f"rope_scaling_factor={factor!r:.60}", f"a factor ({error})") from None
+    return scaling if scaled else None
 
 
 def _check_shards(files: list[Path], shards: list[dict[str, Tensor]]) -> None:
@@ -103,7 +146,9 @@ def _sharded_weight(path: Path, name: str, parts: list[Tensor], dim: int) -> Sto
         return StoredWeight(parts[:1])
     if name == "tok_embeddings.weight" and all(part.shape[1:] == (dim,) for part in parts):
         axis = 0  # Llama 3 shards the embedding by rows
-    if any(part.ndim != 2 for part in parts) or len({(part.dtype, part.shape[1 - axis]) for part in parts}) > 1:
+    sizes = len(weight_spec(name).shape)
+    kinds = {(part.dtype, *(size for other, size in enumerate(part.shape) if other != axis)) for part in parts}
+    if any(part.ndim != sizes for part in parts) or len(kinds) > 1:
         shapes = first_few(f"{part.dtype} {tuple(part.shape)}" for part in parts)
         raise format_error(path, f"{name} has parts {shapes}", "matrices of one type that fit side by side")
     return StoredWeight(parts, axis)
@@ -136,6 +181,7 @@ def _quantized_weights(folder: Path, shards: list[dict[str, Tensor]]) -> dict[st
 def write(source: Source, folder: Path) -> None:
     """The shards, one after another (the memory of one file is needed), the tokenizer and, last, params.json."""
     checkpoint = source.checkpoint
+    scaled_rope = _rope_settings(checkpoint)
     for shard in range(source.shards):
         tensors: dict[str, Tensor] = {}
         for name in checkpoint.names():
@@ -156,7 +202,31 @@ def write(source: Source, folder: Path) -> None:
         settings |= width_settings(params["dim"], params["ffn_dim"])
     if settings["rope_theta"] == 10000.0:
         del settings["rope_theta"]  # the published package does not know this key
-    write_json(folder / "params.json", {name: value for name, value in settings.items() if value is not None})
+    settings = {name: value for name, value in settings.items() if value is not None and value is not False}
+    write_json(folder / "params.json", settings | scaled_rope)
+
+
+def obstacle(params: Mapping[str, Any]) -> str | None:
+    """Why params.json cannot say these settings; None where it can."""
+    scaling = named_scaling(params)
+    if scaling is None or (scaling["rope_type"] == "llama3" and scaling == llama3_scaling(scaling["factor"])):
+        return None
+    listed = ", ".join(f"{name} {value!r:.40}" for name, value in scaling.items())
+    return (
+        f"its rotary angles are scaled by {listed}; params.json can say Llama 3's rule only "
+        f"(low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192)"
+    )
+
+
+def _rope_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """How params.json says the scaling of the rotary angles; LlamaError where it cannot."""
+    reason, scaling = obstacle(checkpoint.params), named_scaling(checkpoint.params)
+    if reason is not None:
+        raise LlamaError(f"{checkpoint.path}: {reason}: write to='hf'")
+    if scaling is None:
+        return {}
+    usual = scaling["factor"] == rule_factor(checkpoint.params["dim"])
+    return {"use_scaled_rope": True} | ({} if usual else {"rope_scaling_factor": scaling["factor"]})
 
 
 def _compact(tensor: Tensor) -> Tensor:

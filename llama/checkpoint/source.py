@@ -40,6 +40,9 @@ class Source:
     @property
     def family_window(self) -> int:
         """The longest window of the family that the rotary angles tell."""
+        scaling = self.checkpoint.params.get("rope_scaling") or {}
+        if scaling.get("rope_type") in ("llama3", "divisors"):
+            return 131072  # Llama 3.1
         return CONTEXTS.get(self.checkpoint.params["rope_theta"], 4096)
 
     def dtype(self, name: str) -> torch.dtype:

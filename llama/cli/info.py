@@ -3,11 +3,20 @@
 import hashlib
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.family import (
+    describe_context,
+    describe_extras,
+    describe_ranks,
+    describe_scaling,
+    describe_targets,
+    family,
+)
 from ..checkpoint.files import first_few
 from ..checkpoint.mapping import raw_bytes
 from ..checkpoint.memory import count_parameters, gigabytes, memory_estimate
 from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
+from ..checkpoint.tokenizers import describe_tokenizer
 from ..errors import LlamaError
 from .output import printable
 from .session import adapters
@@ -47,7 +56,7 @@ def info(
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
     kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
-    need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized)
+    need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized, checkpoint.tied)
     parts = f"weights {gigabytes(need.weights)} + KV cache {gigabytes(need.kv_cache)}"
     print(f"{'memory per rank':<16}{gigabytes(need.total)} = {parts}")
     settings = f"{ranks} rank(s), max_seq_len {window}, max_batch_size {max_batch_size}"
@@ -58,8 +67,7 @@ def info(
 
 def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     params, rows = checkpoint.params, checkpoint.shape("tok_embeddings.weight")[0]
-    count = count_parameters({**params, "vocab_size": rows})
-    count -= checkpoint.tied * rows * params["dim"]
+    count = count_parameters({**params, "vocab_size": rows}, tied=checkpoint.tied)
     dtypes = sorted({str(checkpoint.dtype(name)).removeprefix("torch.") for name in checkpoint.names()})
     codecs = [weight.codec for weight in checkpoint.weights.values() if weight.codec]
     numbers, layers = sizes(params), params["n_layers"]
@@ -69,13 +77,18 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("format", checkpoint.format + (" (tied head)" if checkpoint.tied else "")),
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
         *(("adapter", f"{adapter.path} ({adapter.summary})") for adapter in checkpoint.adapters),
-        ("tokenizer", str(checkpoint.tokenizer_path or "not found")),
+        ("family", family(checkpoint)),
+        ("tokenizer", describe_tokenizer(checkpoint)),
         ("parameters", f"{count:,}"),
         ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
         ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),
         ("", f"ffn {numbers['ffn']}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
+        ("besides", describe_extras(checkpoint)),
+        ("rope scaling", describe_scaling(checkpoint)),
         ("vocabulary", str(rows)),
-        ("context", str(checkpoint.context or "not stored")),
+        ("context", describe_context(checkpoint)),
+        ("convert", describe_targets(checkpoint)),
+        ("ranks", describe_ranks(checkpoint)),
     ]
 
 

@@ -20,6 +20,7 @@ from ..engine.sampling import Sampling, distribution, nucleus, row_generator
 from ..generation import Llama
 from ..interrupts import no_grad, remove_hooks, restoring_after
 from ..model import Attention, Transformer, apply_rotary_emb, repeat_kv
+from ..tokenizer import ids_without_piece, piece
 
 CANDIDATES = 5  # per step
 
@@ -177,11 +178,6 @@ def _trace_steps(
             )
 
 
-def piece(tokenizer: Any, token: int) -> str:
-    """A vocabulary entry with its leading space; `<s>` and byte tokens such as `<0x0A>` by name."""
-    return str(tokenizer.sp_model.id_to_piece(token)).replace("\u2581", " ")
-
-
 # ------------------------------------------------------------------------------------------ shapes and heads
 
 
@@ -233,6 +229,8 @@ def _shape_rows(calls: dict[str, ModuleCall], attention: Attention, n_layers: in
 def _sampling_fields(tokenizer: Any, logits: Tensor, settings: Sampling, token: int) -> dict[str, Any]:
     """The fields of `StepTrace` that show how `token` was sampled from the last row of logits (v,)."""
     raw = torch.softmax(logits, dim=-1)
+    banned = torch.tensor(ids_without_piece(tokenizer, len(logits)), dtype=torch.long, device=logits.device)
+    logits = logits.index_fill(0, banned, -torch.inf)
     if settings.temperature == 0:  # greedy: top-p has no effect
         tempered = torch.zeros_like(raw).index_fill(0, logits.argmax(), 1.0)
     else:

@@ -12,9 +12,10 @@ from .. import distributed as parallel
 from ..engine.sampling import Sampling
 from ..errors import LlamaError
 from ..generation import Llama
+from ..tokenizer import piece
 from .output import printable, replace_file
 from .session import open_model
-from .step_trace import StepTrace, piece, trace_steps
+from .step_trace import StepTrace, trace_steps
 
 WIDTH = 98  # columns of the printed output
 MAX_ATTENTION = 16  # heads, and positions, in one printed table of attention weights

@@ -67,6 +67,7 @@ def make_request(
     max_seq_len: int,
     max_gen_len: int | None,
     score_prompt: bool,
+    banned: tuple[int, ...] = (),
     *,
     temperature: float = 0.6,
     top_p: float = 0.9,
@@ -85,6 +86,7 @@ def make_request(
         stop_ids=frozenset(options.get("stop_ids", ())) | model_stop_ids,
         logprobs=logprobs,
         score_prompt=score_prompt,
+        banned=banned,
         prefill_chunk=check_size("prefill_chunk", options.get("prefill_chunk", Request.prefill_chunk)),
         stop_text=(lambda: StopDetector(tokenizer, stops)) if stops else None,
     )

@@ -42,6 +42,7 @@ class Request:
     stop_ids: frozenset[int]
     logprobs: bool = False
     score_prompt: bool = False  # log-probabilities of the prompt's tokens too
+    banned: tuple[int, ...] = ()  # ids that are never drawn: no text has them
     prefill_chunk: int = 512  # positions a row is prefilled with at once
     stop_text: Callable[[], StopText] | None = None
 

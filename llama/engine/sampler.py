@@ -37,13 +37,16 @@ class Sampler:
     """Chooses next tokens by one `Sampling`, the same on every rank.
 
     `n_slots`: rows that share each draw from torch's global generator even after some have finished, as published;
-    None where a step draws for its own rows only.
+    None where a step draws for its own rows only. `banned`: ids that are never drawn.
     """
 
-    def __init__(self, settings: Sampling, rows: Sequence[RowState], n_slots: int | None = None) -> None:
+    def __init__(
+        self, settings: Sampling, rows: Sequence[RowState], n_slots: int | None = None, banned: Sequence[int] = ()
+    ) -> None:
         self.settings = settings
         self.n_slots = n_slots
         self._bias: Tensor | None = None  # (v,), made once a call
+        self._banned = torch.tensor(banned, dtype=torch.long, device="cpu") if banned else None  # ids never drawn
         copies: Counter[tuple[int, ...]] = Counter()  # equal prompts draw apart
         for row in rows if settings.seed is not None else ():
             generator = row_generator(settings.seed or 0, row.prompt, copies[tuple(row.prompt)])
@@ -105,16 +108,19 @@ class Sampler:
         return torch.zeros_like(probs_sort).scatter(-1, probs_idx, probs_sort)
 
     def _adjust(self, logits: Tensor, rows: Sequence[RowState]) -> Tensor:
-        """Raw logits (n, v) after penalties and bias."""
+        """Raw logits (n, v) after penalties and bias, -inf for ids that are never drawn."""
         if self.settings.penalizes:
             for row in rows:
                 row.history = row.history or History(row.tokens, logits.shape[-1], logits.device)
             logits = penalize(logits, [row.history for row in rows if row.history is not None], self.settings)
-        if not self.settings.logit_bias:
-            return logits
-        if self._bias is None:
-            self._bias = bias_vector(self.settings.logit_bias, logits.shape[-1]).to(logits.device)
-        return logits + self._bias
+        if self.settings.logit_bias:
+            if self._bias is None:
+                self._bias = bias_vector(self.settings.logit_bias, logits.shape[-1]).to(logits.device)
+            logits = logits + self._bias
+        if self._banned is not None:
+            self._banned = self._banned.to(logits.device)
+            logits = logits.index_fill(-1, self._banned, -torch.inf)
+        return logits
 
     def _draw(self, logits: Tensor, rows: Sequence[RowState]) -> Tensor:
         """Ids (n,) from finite adjusted logits (n, v)."""

@@ -38,7 +38,9 @@ class Scheduler:
         self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
         self._cached: list[RowState | None] = [None] * self.batch_size  # whose prompt each cache row holds
         self._first_row = 0  # other than the model's 0 while prompts are fed beside other rows
-        self.sampler = Sampler(request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None)
+        self.sampler = Sampler(
+            request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None, banned=request.banned
+        )
 
     def reuse_prefix(self, cached: Sequence[int]) -> None:
         """Skip what a single prompt shares with the ids in cache row 0; its last token is fed in any case."""
