@@ -65,7 +65,7 @@ def in_pairs(name: str, rows: Tensor, params: Mapping[str, Any]) -> Tensor:
     """Rows of Hugging Face's order in Meta's, one by one, where the weight is wq or wk."""
     if not name.endswith(("wq.weight", "wk.weight")):
         return rows
-    head_dim = params["dim"] // params["n_heads"]
+    head_dim = params.get("head_dim") or params["dim"] // params["n_heads"]
     first, second = range(head_dim // 2), range(head_dim // 2, head_dim)
     order = [row for pair in zip(first, second) for row in pair]
     return rows[[head * head_dim + row for head in range(len(rows) // head_dim) for row in order]]

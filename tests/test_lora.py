@@ -20,11 +20,15 @@ from lora_files import matrices, write_adapter
 from torch import Tensor
 
 from llama import LlamaError
-from llama.checkpoint import load, open_checkpoint
+from llama.checkpoint import load, load_model, open_checkpoint
+from llama.checkpoint.checkpoint import halves_to_pairs
 from llama.checkpoint.lora_config import Patterns
 from llama.checkpoint.lowrank import LowRank
+from llama.checkpoint.memory import memory_estimate
+from llama.checkpoint.table import hf_name, rotary_heads
 from llama.cli.convert import convert
 from llama.cli.info import info
+from llama.distributed import initialize_groups
 from llama.model import ModelArgs, Transformer
 
 GQA = files.GQA
@@ -336,6 +340,7 @@ def test_info_says_so(
     info(str(base), lora=[str(adapter)], lora_scale=[0.5])
     out = capsys.readouterr().out
     assert str(adapter) in out and "rank 4, times 0.5: 4 weights changed, 1 replaced" in out
+    assert "and 4.1 kB while adapters are merged" in out  # of q_proj: (32, 32) in float32
     convert(str(base), str(tmp_path / "out"), lora=[str(adapter)], lora_scale=[0.5])
     info(str(base), lora=[str(adapter)], lora_scale=[0.5], check=True)
     digests = [line for line in capsys.readouterr().out.splitlines() if ".weight" in line]
@@ -564,6 +569,27 @@ def test_one_product_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert left == [0] * 14
 
 
+def test_the_forecast_counts_the_product(
+    tmp_path: Path, base: Path, weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", matrices(weights, ["q_proj", "lm_head"]))
+    args = ModelArgs(**{**open_checkpoint(base).params, "vocab_size": 40, "max_seq_len": 8, "max_batch_size": 1})
+    need = memory_estimate(vars(args), 8, 1, 1, torch.float32).total
+    checkpoint = open_checkpoint(base, adapter)
+    assert checkpoint.merging_bytes() == 4 * 40 * 32 and checkpoint.merging_bytes(2) == 2 * 40 * 32
+    sizes = {"vocab_size": 40, "max_seq_len": 8, "max_batch_size": 1, "device": torch.device("cpu")}
+    groups = initialize_groups(None, torch.device("cpu"), "gloo", 30)
+    try:
+        monkeypatch.setattr("llama.checkpoint.memory.free_memory", lambda device: need)
+        load_model(open_checkpoint(base), **sizes, dtype=torch.float32)
+        with pytest.raises(LlamaError, match=r"\+ 5.1 kB while adapters are merged"):
+            load_model(checkpoint, **sizes, dtype=torch.float32)
+        monkeypatch.setattr("llama.checkpoint.memory.free_memory", lambda device: need + 4 * 40 * 32)
+        load_model(checkpoint, **sizes, dtype=torch.float32)
+    finally:
+        groups.close()
+
+
 # --------------------------------------------------------------------------------------- against PEFT
 
 
@@ -622,6 +648,35 @@ def test_bit_for_bit_as_peft_merges(tmp_path: Path, name: str, dtype: torch.dtyp
             assert torch.equal(found, theirs_in_pairs), (path.name, key)
             changed += not torch.equal(found, weights[key])
         assert changed == len({*checkpoint.adapters[0].changed, *checkpoint.adapters[0].replaced}) > 0
+
+
+@pytest.mark.slow
+def test_heads_of_another_size_and_biases(tmp_path: Path) -> None:
+    """An explicit head_dim moves the rows of B otherwise; the base's biases stay, or are saved whole with their module."""
+    peft, transformers = peft_and_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=12,
+        num_key_value_heads=2, attention_bias=True, mlp_bias=True, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    made = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        [parameter.add_(0.1 * torch.randn_like(parameter)) for parameter in made.parameters()]
+    made.save_pretrained(str(tmp_path / "hf"))
+    settings = {"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], "modules_to_save": ["k_proj"], "r": 3}
+    model = trained(peft, made, tmp_path / "adapter", settings).eval()
+    tokens = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        close(loaded(tmp_path / "hf", tmp_path / "adapter")(tokens, 0), wanted, 1e-4)
+    merged = model.merge_and_unload().state_dict()
+    checkpoint = open_checkpoint(tmp_path / "hf", tmp_path / "adapter")
+    for key in checkpoint.names():
+        theirs = merged[hf_name(key)]
+        if rotary_heads(key, checkpoint.params):
+            theirs = halves_to_pairs(theirs, rotary_heads(key, checkpoint.params)).reshape(theirs.shape)
+        assert torch.equal(checkpoint.read(key), theirs), key
+    assert "layers.0.attention.wk.bias" in checkpoint.adapters[0].replaced
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
                                                                                 rank 0  rank 1
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,6 +256,11 @@ class Checkpoint:
         """Give back the memory of a weight's pages, once what was read from them has been used."""
         for part in self.weights[name].parts if self.mapped else ():
             _drop_pages(part)
+
+    def merging_bytes(self, world: int = 1) -> int:
+        """The most that a rank holds beside its model while adapters are merged: one product in float32."""
+        changed = [name for name, weight in self.weights.items() if weight.changes]
+        return max((4 * math.prod(self.local_shape(name, world)) for name in changed), default=0)
 
     def check_world(self, label: str, world: int) -> None:
         """LlamaError where the weights cannot be sharded over `world` ranks or files; `label` names the number."""

@@ -262,7 +262,8 @@ def load_model(
         words = "%s embeds %d tokens, the tokenizer has %d: the others are never drawn, if it is the right tokenizer"
         logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied)
+    merging = checkpoint.merging_bytes(world_size()) * (2 if scheme else 1)  # the sum, too, before it is quantized
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, merging)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None

@@ -99,19 +99,31 @@ def gigabytes(size: int) -> str:
 
 
 def check_memory(
-    args: Any, device: torch.device, dtype: torch.dtype, ranks: int, scheme: str | None = None, tied: bool = False
+    args: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
+    scheme: str | None = None,
+    tied: bool = False,
+    merging: int = 0,
 ) -> None:
-    """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs."""
+    """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs.
+
+    On a CPU `merging` bytes come on top, of the largest weight that an adapter changes, while it is loaded.
+    """
     need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
     free = free_memory(device)
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if device.type == "cpu" else 1
-    if free is None or need.total * here <= free:
+    cpu = device.type == "cpu"
+    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if cpu else 1
+    total = need.total + (merging if cpu else 0)
+    if free is None or total * here <= free:
         return
-    several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
+    several = "" if here == 1 else f", {gigabytes(total * here)} for the {here} ranks of this machine"
+    adapters = f" + {gigabytes(merging)} while adapters are merged" if cpu and merging else ""
     name = scheme or str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
-        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}) = "
-        f"{gigabytes(need.total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
+        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len})"
+        f"{adapters} = {gigabytes(total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
         f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16) or quantize='int4', or use more ranks"
     )

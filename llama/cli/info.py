@@ -54,13 +54,15 @@ def info(
     checkpoint.check_world("ranks", ranks)
     print(printable("\n".join(f"{label:<16}{text}" for label, text in _describe(checkpoint))))
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
-    kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
+    kind = DTYPES[dtype] if dtype else checkpoint.written_dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
     need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized, checkpoint.tied)
     parts = f"weights {gigabytes(need.weights)} + KV cache {gigabytes(need.kv_cache)}"
     print(f"{'memory per rank':<16}{gigabytes(need.total)} = {parts}")
     settings = f"{ranks} rank(s), max_seq_len {window}, max_batch_size {max_batch_size}"
     print(f"{'':<16}({str(kind).removeprefix('torch.')}, {settings})")
+    if checkpoint.adapters:
+        print(f"{'':<16}and {gigabytes(checkpoint.merging_bytes(ranks))} while adapters are merged")
     if check:
         _check_values(checkpoint)
 
