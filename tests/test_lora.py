@@ -274,7 +274,10 @@ def test_it_is_merged_before_quantizing(tmp_path: Path, scheme: str) -> None:
     wide = lora_files.merged({name: tensor.float() for name, tensor in weights.items()}, tensors, GQA, SCALE)
     whole = files.write_meta(tmp_path / "merged", wide)
     tokens = torch.arange(20).reshape(2, 10)
-    assert torch.equal(loaded(base, adapter, scheme)(tokens, 0), loaded(whole, None, scheme)(tokens, 0))
+    wanted = loaded(whole, None, scheme)(tokens, 0)
+    assert torch.equal(loaded(base, adapter, scheme)(tokens, 0), wanted)
+    convert(str(base), str(tmp_path / scheme), to="meta", quantize=scheme, lora=[str(adapter)])
+    assert torch.equal(loaded(tmp_path / scheme, None, scheme)(tokens, 0), wanted)
 
 
 def test_a_quantized_base_is_quantized_again(
@@ -297,6 +300,20 @@ def test_a_quantized_base_is_quantized_again(
     assert (found - loaded(tmp_path / "int8", None, "int8")(tokens, 0)).abs().max() > 1
 
 
+@pytest.mark.parametrize("kind", ["lm_head", "embed_tokens"])
+def test_a_head_that_was_quantized_from_its_embedding_is_not_tied_again(
+    tmp_path: Path, weights: dict[str, Tensor], kind: str
+) -> None:
+    weights = {**weights, "output.weight": weights["tok_embeddings.weight"]}
+    base = files.write_hf(tmp_path / "hf", weights, tie_word_embeddings=True)
+    convert(str(base), str(tmp_path / "int8"), to="meta", quantize="int8")
+    tensors = matrices(weights, [kind])
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    convert(str(tmp_path / "int8"), str(tmp_path / "out"), lora=[str(adapter)])
+    values = {name: open_checkpoint(tmp_path / "int8").read(name) for name in weights}
+    equal(tmp_path / "out", None, lora_files.merged(values, tensors, GQA, SCALE))
+
+
 # --------------------------------------------------------------------------------- convert, build, commands
 
 
@@ -317,6 +334,19 @@ def test_convert_with_another_type_rounds_once(tmp_path: Path) -> None:
     convert(str(base), str(tmp_path / "out"), lora=[str(adapter)], dtype="float32")
     wide = {name: tensor.float() for name, tensor in weights.items()}
     equal(tmp_path / "out", None, lora_files.merged(wide, tensors, GQA, SCALE))
+
+
+def test_convert_does_not_replace_what_the_adapter_needs(
+    tmp_path: Path, base: Path, weights: dict[str, Tensor]
+) -> None:
+    target = files.write_hf(tmp_path / "out", weights)
+    adapter = write_adapter(tmp_path / "adapter", matrices(weights))
+    (adapter / "adapter_model.safetensors").rename(target / "model.safetensors")
+    (adapter / "adapter_model.safetensors").symlink_to(target / "model.safetensors")
+    with pytest.raises(LlamaError, match="links into"):
+        convert(str(base), str(target), lora=[str(adapter)], force=True)
+    with pytest.raises(LlamaError, match="adapter_model.safetensors"):
+        convert(str(base), str(adapter), lora=[str(adapter)], force=True)
 
 
 def test_build_generates_with_it(tmp_path: Path) -> None:
