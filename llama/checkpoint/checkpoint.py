@@ -19,8 +19,9 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,6 +124,23 @@ class StoredWeight:
                 found.append(Slice(part, axis, first, last - first))
             offset += part.shape[axis]
         return found
+
+
+def _stored_pieces(
+    slices: list[Slice], weight: StoredWeight, target: Tensor, product: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each stored piece: where it belongs, its values, what is added. Without slices `target` holds the values."""
+    product, offset = product.view(target.shape), 0
+    if not slices:
+        yield target, target, product
+    for one in slices:
+        values = one.values()
+        if weight.hf_heads:
+            yield target, values.view(target.shape), product
+            continue
+        place, part = (whole.narrow(weight.axis, offset, values.shape[weight.axis]) for whole in (target, product))
+        offset += values.shape[weight.axis]
+        yield place, values, part
 
 
 @dataclass
@@ -229,20 +247,14 @@ class Checkpoint:
                 _drop_pages(one.part)
 
     def _merge_into(self, target: Tensor, name: str, rank: int, world: int) -> None:
-        """`read_into` with what adapters add, in the order of the files' rows, as the matrices of adapters are."""
-        weight, axis, offset = self.weights[name], weight_spec(name).axis or 0, 0
+        """`read_into` with what adapters add, one after another, in the order of the files' rows."""
+        weight, axis = self.weights[name], weight_spec(name).axis or 0
         if weight.hf_heads:
             target = as_halves(target, weight.hf_heads // world)
-        slices, parts = self._slices(name, rank, world), []
-        for one in slices:
-            values = one.values()
-            place = target if len(slices) == 1 else target.narrow(weight.axis, offset, values.shape[weight.axis])
-            offset += values.shape[weight.axis]
-            parts.append((place, values.view(place.shape)))
-        size = self.local_shape(name, world)[axis]
-        for change in weight.changes:
-            change.add_to(parts, weight.axis, axis, rank * size, size)
-            parts = [(target, target)]
+        slices, size = self._slices(name, rank, world), self.local_shape(name, world)[axis]
+        for index, change in enumerate(weight.changes):
+            stored = partial(_stored_pieces, [] if index else slices, weight, target)
+            change.add_to(stored, axis, rank * size, size)
         self.drop_pages(name)
 
     def quantized_shard(self, name: str, rank: int = 0, world: int = 1) -> Codec | None:

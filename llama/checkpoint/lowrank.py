@@ -1,10 +1,10 @@
 """What LoRA adds to a weight: a product of two small matrices, made for a rank's part and added while that is read."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ..errors import LlamaError
 from .mapping import raw_bytes
 
 BLOCK = 32768  # values that are added at once: torch splits larger operations over its threads, which then wait
+Piece: TypeAlias = tuple[Tensor, Tensor, Tensor]  # target, values, what is added; of one shape
 _ONE_AT_A_TIME = threading.Lock()  # a product is as large as its weight in float32, and several threads load
 
 
@@ -33,19 +34,17 @@ class LowRank:
         out, width = self.b.shape[0], self.a.shape[1]
         return (width, out) if self.embedding else (out, width)
 
-    def add_to(self, parts: Sequence[tuple[Tensor, Tensor]], along: int, axis: int, start: int, size: int) -> None:
-        """Fill each target with its values and what belongs there, rounded once, given (target, values) side by side
-        `along` an axis; together they are start..start + size of the weight's `axis`. LlamaError for NaN and inf.
+    def add_to(self, pieces: Callable[[Tensor], Iterable[Piece]], axis: int, start: int, size: int) -> None:
+        """Fill targets, which are start..start + size of the weight's `axis`, with values and product, rounded once.
+
+        `pieces(product)` says which are which. LlamaError for NaN and inf.
         """
         with _ONE_AT_A_TIME:
-            self._add_parts(parts, along, self._product(axis, start, size))
+            self._add_pieces(pieces(self._product(axis, start, size)))
 
-    def _add_parts(self, parts: Sequence[tuple[Tensor, Tensor]], along: int, product: Tensor) -> None:
-        offset = 0
-        for target, values in parts:
-            part = product if len(parts) == 1 else product.narrow(along, offset, values.shape[along])
-            offset += values.shape[along]
-            self._add(target, values, part.view(target.shape))
+    def _add_pieces(self, pieces: Iterable[Piece]) -> None:
+        for target, values, product in pieces:
+            self._add(target, values, product)
 
     def _product(self, axis: int, start: int, size: int) -> Tensor:
         """scale * B A for a part of the weight, in float32; where that is the whole, PEFT's bit for bit."""
