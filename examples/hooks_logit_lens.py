@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llama import Llama
+from llama.tokenizer import piece
 
 
 @torch.no_grad()
@@ -45,8 +46,8 @@ def main(
     with Llama.build(ckpt_dir, tokenizer_path, 256, 1, device=device, dtype=dtype) as generator:
         for layer, probs in enumerate(lens(generator, prompt)):
             best = torch.topk(probs, top)
-            pieces = [generator.tokenizer.sp_model.id_to_piece(token) for token in best.indices.tolist()]
-            said = "  ".join(f"{piece} {p:.2f}" for piece, p in zip(pieces, best.values.tolist(), strict=True))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            said = "  ".join(f"{piece(generator.tokenizer, token)!r} {p:.2f}" for token, p in pairs)
             print(f"block {layer:2}: {said}")
 
 

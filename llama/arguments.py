@@ -2,8 +2,9 @@
 the argument, its value, the limit and the next step.
 """
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any
 
@@ -58,6 +59,14 @@ def check_number(name: str, value: Any, low: float, high: float, words: str) -> 
     return number
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a bool, as `if value` has it."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of several
+        raise LlamaError(f"{name}={value!r:.80} must be True or False") from None
+
+
 def check_list(name: str, value: Any, items: str) -> list[Any]:
     """Whatever can be iterated over but a text or mapping as a list, taken once: a generator would be empty the second
     time.
@@ -103,6 +112,12 @@ def _check_prompt(row: int, prompt: Any, max_seq_len: int, vocab_size: int | Non
             valid = "0 up" if vocab_size is None else f"0 to {vocab_size - 1}"
             raise LlamaError(f"prompt {row} has id {token} at position {position}; ids go from {valid}")
     return ids
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "did you mean 'temperature'? " for a name that is none of the `known`; empty where none is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def check_text(name: str, value: Any, hint: str) -> str:

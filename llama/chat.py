@@ -87,7 +87,7 @@ class Llama2Format:
         *finished, last = self._turns(tokenizer, dialog, index)
         ids: list[int] = []
         for turn in finished:
-            ids += tokenizer.encode(turn, bos=True, eos=True)
+            ids += [i for i in tokenizer.encode(turn, bos=True, eos=True) if i is not None]  # an eos_id taken away
         return ids + tokenizer.encode(last, bos=True, eos=False)  # type: ignore[no-any-return]
 
     def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:

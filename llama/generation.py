@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
-from .arguments import check_integer, check_layers, check_list, check_prompts, check_size, check_text
+from .arguments import check_flag, check_integer, check_layers, check_list, check_prompts, check_size, check_text
 from .chat import (
     B_INST,
     B_SYS,
@@ -29,7 +29,7 @@ from .chat import (
     encode_dialog,
 )
 from .engine.cache import cache_state
-from .engine.compiled import StaticDecoder, compile_model
+from .engine.compiled import StaticDecoder, compile_model, graph_rows
 from .engine.options import Options, check_options, make_request, prompt_budget
 from .engine.request import Request, Step
 from .engine.results import Stream, collect, details, refusal, refused_stream, stream_steps, stream_text, texts
@@ -132,6 +132,7 @@ class Llama:
         one each). Seeds torch's global generator with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
+        compile = check_flag("compile", compile)
         seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
         place = distributed.pick_device(device)
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
@@ -139,10 +140,12 @@ class Llama:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
-                window, rows = check_size("max_seq_len", max_seq_len), check_size("max_batch_size", max_batch_size)
+                rows, window = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
                 sizes = {"vocab_size": getattr(tokenizer, "n_words", 1), "max_seq_len": window, "max_batch_size": rows}
-                kind = distributed.pick_dtype(dtype, place)
-                model = checkpoints.load_model(checkpoint, **sizes, device=place, dtype=kind, quantize=quantize)
+                graphs, kind = graph_rows(place, rows, window) if compile else (), distributed.pick_dtype(dtype, place)
+                model = checkpoints.load_model(
+                    checkpoint, **sizes, device=place, dtype=kind, quantize=quantize, graph_rows=graphs
+                )
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
@@ -214,12 +217,12 @@ class Llama:
         `echo`; a stop token is not among it. Log-probabilities are natural, of the raw logits; a prompt's first is 0.0.
         With `details=True` a third value, one dict per prompt. Any number of prompts; LlamaError for what cannot be.
         """
-        given = check_options(options)
+        given, echo, logprobs = check_options(options), check_flag("echo", echo), check_flag("logprobs", logprobs)
         if given.get("top_logprobs") and not given.get("details"):
             raise LlamaError(f"top_logprobs={given['top_logprobs']} needs details=True, which holds them")
         settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **given}
         scheduler = self._schedule(prompt_tokens, max_gen_len, echo and logprobs, **settings)
-        bar = tqdm(total=len(scheduler.rows), disable=not options.get("progress"), unit="prompt")
+        bar = tqdm(total=len(scheduler.rows), disable=not given.get("progress"), unit="prompt")
         with bar:
             bar.update(sum(row.finish_reason is not None for row in scheduler.rows))  # prompts that fill the window
             for step in cache_state(self).lock.hold(scheduler.steps):
@@ -227,7 +230,7 @@ class Llama:
         request = scheduler.request
         tokens, scores = collect(scheduler.rows, request, echo)
         result = (tokens, scores if logprobs else None)
-        return (*result, [details(row, request, echo) for row in scheduler.rows]) if options.get("details") else result
+        return (*result, [details(row, request, echo) for row in scheduler.rows]) if given.get("details") else result
 
     def stream(
         self,
@@ -275,7 +278,7 @@ class Llama:
         """
         listed = check_list("prompts", prompts, "texts")
         prompt_tokens = [self._encode_prompt(row, text) for row, text in enumerate(listed)]
-        given = check_options(options)
+        given, keep_space = check_options(options), check_flag("keep_space", keep_space)
         results = self.generate(
             prompt_tokens=prompt_tokens,
             max_gen_len=_as_published(self.model.params, max_gen_len),
@@ -345,7 +348,8 @@ class Llama:
         `drop_oldest=True` leaves out the oldest turns that do not fit; "dropped" in the details counts the messages.
         """
         listed = check_list("dialogs", dialogs, "dialogs, each a list of messages")
-        given = check_options(options)
+        given, keep_space = check_options(options), check_flag("keep_space", keep_space)
+        drop_oldest = check_flag("drop_oldest", drop_oldest)
         for i, dialog in enumerate(listed):
             self.chat_format.check(dialog, i)
         safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .arguments import as_integer
 from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
 from .interrupts import no_grad
@@ -148,16 +149,18 @@ def _attend_one(grouped: Tensor, keys: Tensor, values: Tensor, visible: Tensor |
 
 
 def _with_non_finite(output: Tensor, xq: Tensor, xk: Tensor) -> Tensor:
-    """`output` (b, s, h, k), NaN where the same token's query (b, s, h, k) or key (b, s, g, k) is not finite.
+    """`output` (b, s, h, k), NaN where the same token's query (b, s, h, k) or key (b, s, g, k) is not finite or has a
+    squared length beyond float32.
 
-    torch's CPU attention gives 0 for a query that is NaN throughout, and leaves out a key of -inf: the model would go
-    on with plausible numbers. 0 * NaN and 0 * inf are NaN.
+    torch's CPU attention gives 0 for a query that is NaN throughout or whose scores are all -inf, and leaves out a key
+    of -inf: the model would go on with plausible numbers. A score is no larger than the longer vector's square
+    (Cauchy-Schwarz), and 0 * NaN and 0 * inf are NaN.
     """
-    output = torch.add(output, xq, alpha=0)
-    n_rep = output.shape[2] // xk.shape[2]
-    if n_rep == 1:
-        return torch.add(output, xk, alpha=0)
-    return torch.add(output.view(*xk.shape[:3], n_rep, -1), xk.unsqueeze(3), alpha=0).flatten(2, 3)
+    queries, keys = (
+        torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32) for x in (xq, xk)
+    )  # (b, s, h or g)
+    lengths = queries.view(*keys.shape, -1) + keys.unsqueeze(-1)  # (b, s, g, h/g)
+    return output + (lengths.flatten(2) * 0).unsqueeze(-1).type_as(output)  # type: ignore[no-any-return]
 
 
 def _count(args: Any, name: str, value: int) -> int:
@@ -213,6 +216,7 @@ class Attention(nn.Module):
         with torch.inference_mode(False):  # an inference tensor could not be written to in training later
             self.cache_k = torch.zeros(shape)
             self.cache_v = torch.zeros(shape)
+        self._rows = torch.zeros(0, dtype=torch.long)  # see `_row_numbers`
 
     def match_cache(self, like: Tensor) -> None:
         """Give the cache the dtype and device of `like`: the model may have been cast since it was made."""
@@ -251,13 +255,21 @@ class Attention(nn.Module):
     def _update_cache_rows(self, xk: Tensor, xv: Tensor, start_pos: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
         """As `_update_cache`, each row at its own position; the mask hides what is not a row's own up to `kv_len`."""
         bsz, seqlen = xk.shape[:2]
-        rows = torch.arange(bsz, device=xk.device)[:, None]  # (b, 1)
         columns = start_pos[:, None]  # (b, 1)
         if seqlen > 1:
             columns = columns + torch.arange(seqlen, device=xk.device)  # (b, s)
+        rows = self._row_numbers(bsz, xk.device)  # (b, 1)
         self.cache_k[rows, columns] = xk.detach()
         self.cache_v[rows, columns] = xv.detach()
         return self.cache_k[:bsz, :kv_len], self.cache_v[:bsz, :kv_len]
+
+    def _row_numbers(self, bsz: int, device: torch.device) -> Tensor:
+        """0 to b - 1, (b, 1): made once for all steps, but for a compiler, which makes no tensor of them."""
+        if torch.compiler.is_compiling():
+            return torch.arange(bsz, device=device)[:, None]
+        if len(self._rows) < bsz or self._rows.device != device:
+            self._rows = torch.arange(len(self.cache_k), device=device)[:, None]
+        return self._rows[:bsz]
 
     def forward(self, x: Tensor, start_pos: int | Tensor, freqs_cis: Tensor, mask: Mask) -> Tensor:
         """x (b, s, d) at positions start_pos.. of the cache to (b, s, d).
@@ -417,7 +429,7 @@ class Transformer(nn.Module):
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
             start_pos, freqs_cis, mask = self._row_positions(start_pos, len(tokens), seqlen, kv_len, h.device)
         else:
-            start_pos = int(start_pos)
+            start_pos = _as_position(start_pos)
             freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)
             self._check_window(start_pos, seqlen)
             mask = None
@@ -428,14 +440,21 @@ class Transformer(nn.Module):
         return self.norm(h)  # type: ignore[no-any-return]
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Ids (b, s) to vectors (b, s, d). LlamaError for an id outside the vocabulary."""
+        """Ids (b, s) to vectors (b, s, d). LlamaError for what is none or outside the vocabulary; ids on a GPU are not
+        looked at, which would wait: there an id outside gives NaN, where the kernel would end all CUDA calls.
+        """
+        _check_ids(tokens)
         device = self.tok_embeddings.weight.device
-        if device.type == "cpu" or tokens.device.type != "cpu":
+        if device.type == "cpu":
             try:
                 return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
             except IndexError:
                 pass
-        elif not tokens.numel() or (tokens.min() >= 0 and tokens.max() < self.vocab_size):  # a GPU would only abort
+        elif tokens.device.type != "cpu":
+            outside = (tokens < 0) | (tokens >= self.vocab_size)  # (b, s)
+            h = self.tok_embeddings(tokens.masked_fill(outside, 0))  # (b, s, d)
+            return h.masked_fill(outside[..., None], math.nan)  # type: ignore[no-any-return]
+        elif not tokens.numel() or (tokens.min() >= 0 and tokens.max() < self.vocab_size):
             return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
         raise LlamaError(
             f"tokens holds ids from {int(tokens.min())} to {int(tokens.max())}; ids go from 0 to {self.vocab_size - 1}"
@@ -463,8 +482,9 @@ class Transformer(nn.Module):
         self, start_pos: Tensor, bsz: int, seqlen: int, kv_len: int | None, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Positions (b,) on the device, their angles (b, s, k/2) and who-sees-whom, boolean (b, 1, s, kv_len)."""
-        if start_pos.shape != (bsz,):
-            raise LlamaError(f"start_pos has shape {tuple(start_pos.shape)}; with {bsz} rows it must be ({bsz},)")
+        if start_pos.shape != (bsz,) or start_pos.dtype not in (torch.int64, torch.int32):
+            found = f"has shape {tuple(start_pos.shape)} and {start_pos.dtype}"
+            raise LlamaError(f"start_pos {found}; with {bsz} rows it must be integers, ({bsz},)")
         if kv_len is None:
             known = start_pos.tolist()  # looked at once: a GPU has to be waited for
             kv_len = max(known) + seqlen
@@ -480,6 +500,23 @@ class Transformer(nn.Module):
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
         visible = torch.arange(kv_len, device=device) <= positions[:, :, None]  # (b, s, kv_len)
         return start_pos, self.freqs_cis[positions], visible[:, None]
+
+
+def _check_ids(tokens: Any) -> None:
+    """LlamaError unless these are ids (b, s), by all that can be seen without their values."""
+    plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.device.type != "meta"
+    if not plain or tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
+        found = type(tokens).__name__
+        if isinstance(tokens, Tensor):
+            found = f"{tokens.dtype}, {tokens.layout}, {tuple(tokens.shape)}, on {tokens.device}"
+        raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")
+
+
+def _as_position(start_pos: Any) -> int:
+    position = as_integer(start_pos)
+    if position is None:
+        raise LlamaError(f"start_pos={start_pos!r:.60} must be an integer, or a tensor of one for each row")
+    return position
 
 
 def causal_mask(seqlen: int, start_pos: int, like: Tensor) -> Tensor:

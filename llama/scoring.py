@@ -64,5 +64,5 @@ def embed(states: list[Tensor], pooling: str, dim: int) -> Tensor:
 
 def check_pooling(pooling: Any) -> None:
     """LlamaError for another pooling than "mean" and "last"."""
-    if pooling not in ("mean", "last"):
+    if not isinstance(pooling, str) or pooling not in ("mean", "last"):
         raise LlamaError(f"pooling={pooling!r:.60} must be 'mean' or 'last'")

@@ -88,7 +88,7 @@ class Tokenizer:
     @property
     def stop_ids(self) -> set[int]:
         """The ids that end a text: `eos_id` as it is now, and those that the files name beside it."""
-        return set(self._stop_ids)
+        return self._stop_ids
 
     @stop_ids.setter
     def stop_ids(self, ids: Iterable[int]) -> None:

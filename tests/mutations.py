@@ -1,13 +1,30 @@
-"""Structure-aware damage to files: each writes a format's parts apart, changes one, and puts the file together again."""
+"""Structure-aware damage to files: each writes a format's parts apart, changes one, and puts the file together again.
+
+Every function notes its class of damage in `Dice.kind`, so that a run can say which classes it met, and how they ended.
+"""
 
 import io
 import json
 import pickletools
 import random
+import re
 import struct
 import zipfile
 from collections.abc import Callable
 from typing import Any
+
+
+class Dice(random.Random):
+    """Random choices, and the class of damage that they came to."""
+
+    kind = ""
+
+    def choose(self, group: str, *kinds: str) -> str:
+        """One of `kinds`, which may stand there several times to come more often."""
+        found = self.choice(kinds)
+        self.kind = f"{group}: {found}"
+        return found
+
 
 INTS = [0, 1, 2, -1, 127, 255, 65535, 1 << 30, (1 << 31) - 1, -(1 << 31)]
 VALUES: list[Any] = [
@@ -45,30 +62,36 @@ SNIPPETS = [
 ]
 
 
-def pickle(rng: random.Random, data: bytes) -> bytes:
+def pickle(rng: Dice, data: bytes) -> bytes:
     """Opcodes left out, doubled, exchanged, replaced by hostile ones, and other numbers in them."""
     places = [place or 0 for _, _, place in pickletools.genops(data)] + [len(data)]
     codes = [data[a:b] for a, b in zip(places, places[1:], strict=False)]
     for _ in range(rng.choice([1, 1, 1, 3])):
         at, other = rng.randrange(len(codes)), rng.randrange(len(codes))
-        kind = rng.randrange(7)
-        if kind == 0:
+        kind = rng.choose("pickle", "left out", "doubled", "exchanged", "replaced", "inserted", "number", "other number", "strings")  # fmt: skip
+        if kind == "left out":
             del codes[at]
-        elif kind == 1:
+        elif kind == "doubled":
             codes.insert(at, codes[other])
-        elif kind == 2:
+        elif kind == "exchanged":
             codes[at], codes[other] = codes[other], codes[at]
-        elif kind == 3:
+        elif kind == "replaced":
             codes[at] = rng.choice(SNIPPETS)
-        elif kind == 4:
+        elif kind == "inserted":
             codes.insert(at, rng.choice(SNIPPETS))
+        elif kind == "strings":  # names of weights, keys of storages
+            strings = [i for i, code in enumerate(codes) if code[:1] == b"X"] or [at]
+            near = rng.randrange(len(strings))
+            one, two = strings[near], strings[(near + rng.choice([1, 2, 4, len(strings) // 2])) % len(strings)]
+            codes[one], codes[two] = codes[two], codes[one]
         else:
-            numbers = [i for i, code in enumerate(codes) if code[:1] in b"KMJ" and code] or [at]
-            codes[rng.choice(numbers)] = b"J" + struct.pack("<i", rng.choice(INTS)) if kind == 5 else codes[other]
+            numbers = [i for i, code in enumerate(codes) if code and code[:1] in b"KMJ"] or [at]
+            value = b"J" + struct.pack("<i", rng.choice(INTS)) if kind == "number" else codes[rng.choice(numbers)]
+            codes[rng.choice(numbers)] = value
     return b"".join(codes)
 
 
-def archive(rng: random.Random, data: bytes) -> bytes:
+def archive(rng: Dice, data: bytes) -> bytes:
     """Records cut, grown, left out, doubled, renamed, exchanged, compressed; the pickle's opcodes; directory fields."""
     if rng.random() < 0.25:
         return _directory(rng, data)
@@ -76,7 +99,8 @@ def archive(rng: random.Random, data: bytes) -> bytes:
         records = [[entry.filename, source.read(entry)] for entry in source.infolist()]
     at, other = rng.randrange(len(records)), rng.randrange(len(records))
     method = zipfile.ZIP_STORED
-    kind = rng.choice(["pickle"] * 6 + ["cut", "grow", "drop", "twice", "rename", "swap", "deflate", "order"])
+    others = ("cut", "grow", "drop", "twice", "rename", "swap", "deflate", "order", "shuffle")
+    kind = rng.choose("zip", *["pickle"] * 8, *others)
     if kind == "pickle":
         at = next(i for i, (name, _) in enumerate(records) if name.endswith("/data.pkl"))
         records[at][1] = pickle(rng, records[at][1])
@@ -92,6 +116,8 @@ def archive(rng: random.Random, data: bytes) -> bytes:
         records[at][0] = rng.choice([records[other][0], records[at][0].upper(), "x/" + records[at][0], "../../a", "b"])
     elif kind == "swap":
         records[at][1], records[other][1] = records[other][1], records[at][1]
+    elif kind == "shuffle":
+        rng.shuffle(records)
     elif kind == "order":
         records = [[name, b"big" if name.endswith("byteorder") else body] for name, body in records]
     else:
@@ -103,17 +129,16 @@ def archive(rng: random.Random, data: bytes) -> bytes:
     return made.getvalue()
 
 
-def _directory(rng: random.Random, data: bytes) -> bytes:
+def _directory(rng: Dice, data: bytes) -> bytes:
     """Another number in a field of an entry's header, of the directory or of its end."""
     changed = bytearray(data)
-    mark, fields = rng.choice(
-        [
-            (b"PK\1\2", (8, 10, 16, 20, 24, 28, 30, 42)),
-            (b"PK\3\4", (6, 8, 18, 22, 26, 28)),
-            (b"PK\5\6", (8, 10, 12, 16, 20)),
-        ]
-    )
-    places = [i for i in range(len(data) - 46) if data[i : i + 4] == mark] or [len(data) - 22]
+    kind = rng.choose("zip", "directory entry", "entry's header", "end of directory")
+    mark, fields = {
+        "directory entry": (b"PK\1\2", (8, 10, 16, 20, 24, 28, 30, 42)),
+        "entry's header": (b"PK\3\4", (6, 8, 18, 22, 26, 28)),
+        "end of directory": (b"PK\5\6", (8, 10, 12, 16, 20)),
+    }[kind]
+    places = [found.start() for found in re.finditer(re.escape(mark), data[:-18])]
     at = rng.choice(places) + rng.choice(fields)
     size = rng.choice([2, 4])
     near = int.from_bytes(data[at : at + size], "little") + rng.choice([-64, -4, -1, 1, 4, 64])
@@ -122,7 +147,7 @@ def _directory(rng: random.Random, data: bytes) -> bytes:
     return bytes(changed[: len(data)])
 
 
-def old_pickles(rng: random.Random, data: bytes) -> bytes:
+def old_pickles(rng: Dice, data: bytes) -> bytes:
     """One of the five pickles of a file before PyTorch 1.6, or the length of a storage."""
     stream, places = io.BytesIO(data), [0]
     for _ in range(5):
@@ -130,12 +155,15 @@ def old_pickles(rng: random.Random, data: bytes) -> bytes:
         places.append(stream.tell())
     part = rng.choice([0, 1, 2, 3, 3, 3, 4, 4, 5])
     if part == 5:
+        rng.choose("old file", "length of a storage")
         return data[: places[5]] + struct.pack("<q", rng.choice(INTS)) + data[places[5] + 8 :]
     first, last = places[part], places[part + 1]
-    return data[:first] + pickle(rng, data[first:last]) + data[last:]
+    changed = pickle(rng, data[first:last])
+    rng.kind = f"old file, {('magic', 'version', 'system', 'value', 'keys')[part]}: {rng.kind.removeprefix('pickle: ')}"
+    return data[:first] + changed + data[last:]
 
 
-def tree(rng: random.Random, value: Any) -> Any:
+def tree(rng: Dice, value: Any) -> Any:
     """A JSON value with one place changed."""
     if rng.random() < 0.3 or not isinstance(value, (dict, list)) or not value:
         return rng.choice(VALUES)
@@ -153,33 +181,88 @@ def tree(rng: random.Random, value: Any) -> Any:
     return value | {name: tree(rng, value[name])}
 
 
-def text(rng: random.Random, data: bytes) -> bytes:
-    """A JSON file: another value somewhere, or deep, or cut."""
-    kind = rng.randrange(12)
-    if kind == 0:
+def text(rng: Dice, data: bytes) -> bytes:
+    """A JSON file: another value somewhere, a key twice, deep, cut."""
+    kind = rng.choose("json", *["value"] * 8, "deep", "long number", "twice", "twice", "other spaces")
+    if kind == "deep":
         return b'{"a":' + b"[" * 100_000
-    if kind == 1:
+    if kind == "long number":
         return data[:-1] + b',"x":' + b"9" * 5000 + b"}"
-    return json.dumps(tree(rng, json.loads(data))).encode()
+    value = json.loads(data)
+    if kind == "other spaces":
+        return json.dumps(value, indent=rng.randrange(9)).encode()
+    if kind == "twice" and value:
+        name = rng.choice(list(value))
+        again = {name: tree(rng, value[name]) if rng.random() < 0.7 else value[name]}
+        return json.dumps(value)[:-1].encode() + b", " + json.dumps(again)[1:].encode()
+    return json.dumps(tree(rng, value)).encode()
 
 
-def safetensors(rng: random.Random, data: bytes) -> bytes:
+def safetensors(rng: Dice, data: bytes) -> bytes:
     """Another header, whose length fits (mostly)."""
     size = 8 + int.from_bytes(data[:8], "little")
-    header = text(rng, data[8:size].rstrip())
-    length = len(header) if rng.random() < 0.9 else rng.choice([0, 1, len(header) - 1, 1 << 40, (1 << 64) - 1])
+    kind = rng.choose("safetensors", *["header"] * 5, "length", *["entries exchanged"] * 2, "dtype", "shape", "offsets")
+    header = data[8:size].rstrip()
+    if kind in ("header", "length"):
+        header = text(rng, header)
+        rng.kind = f"safetensors: {'length' if kind == 'length' else rng.kind}"
+    else:
+        header = json.dumps(_entries(rng, kind, json.loads(header))).encode()
+    length = len(header) if kind != "length" else rng.choice([0, 1, len(header) - 1, 1 << 40, (1 << 64) - 1])
     return struct.pack("<Q", length) + header + data[size:]
 
 
-def llama2c(rng: random.Random, data: bytes) -> bytes:
-    """Other ints in the header."""
-    at = 4 * rng.randrange(10 if data[:4] == b"24ka" else 7)
-    now = struct.unpack_from("<i", data, at)[0]
-    value = rng.choice([*INTS, now + 1, now - 1, 2 * now, -now])
-    return data[:at] + struct.pack("<q", value)[:4] + data[at + 4 :]
+def _entries(rng: Dice, kind: str, table: dict[str, Any]) -> dict[str, Any]:
+    """A header that is still in order by itself, more or less."""
+    names = [name for name in table if name != "__metadata__"]
+    name, other = rng.choice(names), rng.choice(names)
+    alike = [one for one in names if table[one]["shape"] == table[name]["shape"]]
+    if kind == "entries exchanged":
+        other = rng.choice(alike)
+        table[name], table[other] = table[other], table[name]
+    elif kind == "dtype":
+        table[name]["dtype"] = rng.choice(["I32", "U32", "F32", "F16", "BF16", "F64", "F8_E4M3", "BOOL"])
+    elif kind == "shape":
+        shape = table[name]["shape"]
+        table[name]["shape"] = rng.choice([shape[::-1], [*shape, 1], [1, *shape], [n // 2 for n in shape], []])
+    else:
+        step = rng.choice([-4, -1, 1, 4, 64])
+        table[name]["data_offsets"] = rng.choice(
+            [table[other]["data_offsets"], [n + step for n in table[name]["data_offsets"]]]
+        )
+    return table
 
 
-def protobuf(rng: random.Random, data: bytes, depth: int = 0) -> bytes:
+def llama2c(rng: Dice, data: bytes) -> bytes:
+    """Other ints in the header; or other sizes, and a body as long as they need."""
+    newer = data[:4] == b"24ka"
+    if rng.choose("llama2c", "int", "sizes") == "int":
+        at = 4 * rng.randrange(11 if newer else 7)
+        now = struct.unpack_from("<i", data, at)[0]
+        value = rng.choice([*INTS, now + 1, now - 1, 2 * now, -now])
+        return data[:at] + struct.pack("<q", value)[:4] + data[at + 4 :]
+    start = 8 if newer else 0
+    dim, width, layers, heads, kv_heads, vocab, window = struct.unpack_from("<7i", data, start)
+    dim, layers, vocab = (
+        rng.choice([dim, dim, dim // 2, 2 * dim]),
+        rng.choice([layers, 1, 3]),
+        rng.choice([vocab, 8, -8]),
+    )
+    heads, kv_heads, window = rng.choice([heads, 2, 1]), rng.choice([kv_heads, 1]), rng.choice([window, 1, 30])
+    version, group = (data[4], struct.unpack_from("<i", data, 37)[0]) if newer else (0, 0)
+    group = rng.choice([group, 8, 32]) if version == 2 else 0
+    shared = rng.random() < 0.5 if newer else vocab > 0
+    matrices = [dim * dim, dim // heads * kv_heads * dim, dim // heads * kv_heads * dim, dim * dim, *[dim * width] * 3]
+    matrices = [n for n in matrices for _ in range(layers)] + [abs(vocab) * dim] * (1 if shared else 2)
+    size = 4 * (2 * layers + 1) * dim + sum(n + 4 * (n // group) if version == 2 else 4 * n for n in matrices)
+    ints = struct.pack("<7i", dim, width, layers, heads, kv_heads, vocab, window)
+    head = (data[:8] + ints + bytes([shared]) + struct.pack("<i", group)).ljust(256, b"\0") if newer else ints
+    body = data[256 if newer else 28 :]
+    size += 0 if newer else 4 * window * (dim // heads)
+    return head + (body * (size // len(body) + 1))[:size]
+
+
+def protobuf(rng: Dice, data: bytes, depth: int = 0) -> bytes:
     """Fields of a SentencePiece model left out, doubled, of another number or length, and the same within a field."""
     fields, place = [], 0
     while place < len(data):
@@ -195,14 +278,14 @@ def protobuf(rng: random.Random, data: bytes, depth: int = 0) -> bytes:
         return rng.randbytes(3)
     at = rng.randrange(len(fields)) if rng.random() < 0.5 else len(fields) - 1 - rng.randrange(min(3, len(fields)))
     head, body = fields[at]
-    kind = rng.randrange(7)
-    if kind == 0:
+    kind = rng.choose("protobuf, inner" if depth else "protobuf", "left out", "doubled", "bytes", "tag", *["value"] * 3)
+    if kind == "left out":
         del fields[at]
-    elif kind == 1:
+    elif kind == "doubled":
         fields.append(fields[at])
-    elif kind == 2:
+    elif kind == "bytes":
         fields[at][1] = rng.randbytes(len(body))
-    elif kind == 3:
+    elif kind == "tag":
         fields[at][0] = bytes([rng.randrange(256)])
     elif head[0] & 7 == 0:
         fields[at][1] = rng.choice([b"\0", b"\1", b"\x7f", b"\xff\xff\xff\xff\x07", b"\xff" * 9 + b"\1"])
@@ -226,24 +309,24 @@ def _as_varint(value: int) -> bytes:
     return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _as_varint(value >> 7)
 
 
-def vocabulary(rng: random.Random, data: bytes) -> bytes:
+def vocabulary(rng: Dice, data: bytes) -> bytes:
     """llama2.c's tokenizer.bin: score, length or text of one entry."""
     place, starts = 4, []
     while place < len(data):
         starts.append(place)
         place += 8 + struct.unpack_from("<i", data, place + 4)[0]
     at = rng.choice(starts)
-    kind = rng.randrange(4)
-    if kind == 0:
+    kind = rng.choose("tokenizer.bin", "score", "length", "byte", "left out")
+    if kind == "score":
         return data[:at] + struct.pack("<f", rng.choice([float("nan"), float("inf"), 0.0, -1e38])) + data[at + 4 :]
-    if kind == 1:
+    if kind == "length":
         return data[: at + 4] + struct.pack("<i", rng.choice(INTS)) + data[at + 8 :]
-    if kind == 2:
+    if kind == "byte":
         return data[: at + 8] + bytes([rng.randrange(256)]) + data[at + 9 :]
     return data[:at] + data[rng.choice(starts) :]
 
 
-def mutation_for(name: str, data: bytes) -> Callable[[random.Random, bytes], bytes]:
+def mutation_for(name: str, data: bytes) -> Callable[[Dice, bytes], bytes]:
     """The one that knows this file's format."""
     if name == "tokenizer.model":
         return protobuf

@@ -16,7 +16,9 @@ from llama.checkpoint import open_checkpoint, open_tokenizer
 from llama.checkpoint.tokenizers import describe_tokenizer
 from llama.cli.convert import convert
 from llama.cli.info import info
+from llama.cli.step_trace import trace_steps
 from llama.cli.trace import trace
+from llama.engine.sampling import Sampling
 from llama.errors import LlamaError
 from llama.tokenizer import Tokenizer
 
@@ -101,10 +103,10 @@ def test_marks_by_the_names_that_the_settings_give(tmp_path: Path) -> None:
     found = open_tokenizer(None, open_checkpoint(source))
     assert (found.bos_id, found.eos_id, found.stop_ids) == (1, 2, {2, 5})
     eos = {"content": "<|im_end|>", "special": True}
-    settings(source, "tokenizer_config.json", bos_token="<|im_start|>", eos_token=eos, add_bos_token=True)
+    settings(source, "tokenizer_config.json", bos_token="<|endoftext|>", eos_token=eos, add_bos_token=True)
     found = open_tokenizer(None, open_checkpoint(source))
-    assert (found.bos_id, found.eos_id, found.stop_ids, found.add_bos) == (1, 2, {2, 5}, True)
-    assert found.encode("", bos=True, eos=True) == [1, 2]
+    assert (found.bos_id, found.eos_id, found.stop_ids, found.add_bos) == (0, 2, {2, 5}, True)
+    assert found.encode("", bos=True, eos=True) == [0, 2]
     settings(source, "tokenizer_config.json", bos_token="", eos_token=7, pad_token=None, add_bos_token="yes")
     found = open_tokenizer(None, open_checkpoint(source))  # nothing of it says anything
     assert (found.bos_id, found.eos_id, found.add_bos) == (1, 2, False)
@@ -118,6 +120,17 @@ def test_a_sentencepiece_model_keeps_its_own_marks(tmp_path: Path) -> None:
     settings(source, "tokenizer_config.json", add_bos_token=False)
     found = open_tokenizer(None, open_checkpoint(source))
     assert found.encode("river", bos=True, eos=True)[-1] == 2 and 1 not in found.encode("river", bos=True, eos=True)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_the_space_behind_a_special_token(tmp_path: Path, legacy: bool) -> None:
+    """As transformers: only before the first word, or in files that say `legacy` before every part."""
+    source = model(tmp_path / "hf", 400)
+    write(source / "tokenizer.model", SPM)
+    settings(source, "tokenizer_config.json", legacy=legacy)
+    found = open_tokenizer(None, open_checkpoint(source))
+    part = found.encode("river", bos=False, eos=False, prefix_space=legacy)
+    assert found.encode("<s>river", bos=False, eos=False, specials=True) == [1, *part]
 
 
 @pytest.mark.parametrize("newer", [False, True])
@@ -226,6 +239,14 @@ def test_completions_streams_stops_and_scores_are_alike(padded: Llama) -> None:
         assert scored["tokens"] == ids and len(scored["logprobs"]) == len(ids)
         [echoed] = padded.text_completion([prompt], 0, max_gen_len=4, echo=True)
         assert prompt in echoed["generation"]
+
+
+def test_a_trace_shows_what_was_drawn_from(padded: Llama) -> None:
+    for settings in (Sampling(temperature=0), Sampling(temperature=1.0, top_p=1.0, seed=1)):
+        for step in trace_steps(padded, [1, 2, 3], 3, settings):
+            [drawn] = [candidate for candidate in step.candidates if candidate.drawn]
+            assert drawn.kept and drawn.final > 0 and step.n_kept <= padded.tokenizer.n_words
+            assert step.low <= (step.uniform or 0.0) <= step.high
 
 
 def test_fewer_rows_than_pieces_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

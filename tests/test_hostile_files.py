@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import pickle
 import pickletools
+import signal
 import struct
 import time
 import tracemalloc
@@ -19,7 +21,8 @@ import pytest
 import torch
 
 from llama import Tokenizer
-from llama.checkpoint import open_checkpoint
+from llama.checkpoint import hf as hf_format
+from llama.checkpoint import llama2c, mapping, open_checkpoint, pth
 from llama.checkpoint.pth import read_pth
 from llama.errors import LlamaError
 
@@ -142,6 +145,24 @@ def test_two_directories(meta: Path) -> None:
     refused(meta, "zip64 records do not follow")
 
 
+@pytest.mark.parametrize("field", [4, 6, 8])
+def test_one_disk_of_several(meta: Path, field: int) -> None:
+    path = meta / "consolidated.00.pth"
+    data = bytearray(path.read_bytes())
+    data[len(data) - 22 + field] += 1
+    path.write_bytes(data)
+    refused(meta, "several parts")
+
+
+def test_a_record_that_is_a_folder(meta: Path) -> None:
+    """torch leaves its tensor as the heap was."""
+    path = meta / "consolidated.00.pth"
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2", 0, data.index(b"/data/3", data.index(b"PK\1\2"))) + 38] |= 0x10
+    path.write_bytes(data)
+    refused(meta, "data/3' is a folder")
+
+
 def test_an_old_file_without_one_of_its_storages(meta: Path) -> None:
     """torch leaves such a tensor as the heap was."""
     path = meta / "consolidated.00.pth"
@@ -205,6 +226,28 @@ def test_json_that_is_large_or_deep(hf: Path, content: str, name: str) -> None:
     refused(hf, "JSON|header of")
 
 
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "safetensors", "params.json"])
+def test_a_key_twice(tmp_path: Path, name: str, twice: bool) -> None:
+    """Which of the two counts is each reader's own affair; a key in two objects is no such case."""
+    meta = files.write_meta(tmp_path / "meta", files.weights())
+    hf = files.write_hf(tmp_path / "hf", files.weights(), files=2)
+    path = next(path for path in [*meta.iterdir(), *sorted(hf.iterdir())] if path.name.endswith(name))
+    data, again = path.read_bytes(), b'"n_layers": 2, ' if name == "params.json" else b'"x": {"x": 1}, '
+    again, start = again * 2 if twice else again, data.index(b"{") + 1
+    if name == "safetensors":
+        again = b'"__metadata__": {"a": "b"' + b', "a": "c"' * twice + b"}, "
+        data = data.replace(b'"__metadata__":{"format":"pt"},', b"")
+        data = struct.pack("<Q", int.from_bytes(data[:8], "little") + len(again) - 31) + data[8:]
+    elif name == "params.json":
+        data = data.replace(b'"n_layers": 2, ', b"")
+    path.write_bytes(data[:start] + again + data[start:])
+    if twice:
+        refused(path.parent, "the key '.*' twice")
+    else:
+        open_checkpoint(path.parent)
+
+
 @pytest.mark.parametrize("shape", [[1] * 200_000, [1, True], [1 << 70, 0], [1] * 9])
 def test_a_shape_that_no_tensor_has(hf: Path, shape: list[int]) -> None:
     header = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, 1]}}).encode()
@@ -240,5 +283,53 @@ def test_a_vocabulary_that_is_too_large(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2000, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_damage_ends_in_an_error_or_a_right_load(count: int) -> None:
     ends = fuzz_checkpoints.run(count, seed=count)
-    assert sum(ends.values()) == count and {end for end, _ in ends} <= {"error", "load", "own reader refuses"}
-    assert all(sum(n for (end, _), n in ends.items() if end == kind) > count // 10 for kind in ("error", "load"))
+    assert sum(ends.files.values()) == count and not ends.bad
+    assert all(sum(n for (_, end), n in ends.kinds.items() if end == kind) > count // 10 for kind in ("error", "load"))
+
+
+def _unchecked_tensor(tensors: Any, record: Any) -> torch.Tensor:
+    """Without a check of lengths: a record's first bytes, then what follows it in the file."""
+    start = tensors._extents[record.storage.key].start
+    storage = tensors._file[start : start + record.storage.size]
+    return torch.empty(0, dtype=record.dtype).set_(storage, record.offset, record.shape, record.strides)
+
+
+def _takes_memory(path: Path) -> Any:
+    torch.zeros(40_000_000)
+    return open_checkpoint(path)
+
+
+def _dies(path: Path) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raises(path: Path) -> Any:
+    raise KeyError(path)
+
+
+def _one_value_off(*args: Any) -> torch.Tensor:
+    return mapping.tensor_at(args[0], args[1] - 4, *args[2:])
+
+
+PLANTED: dict[str, tuple[str, str, Any, str, Any]] = {
+    "lengths": ("consolidated.01.pth", "WRONG WEIGHTS", pth._Tensors, "_tensor", _unchecked_tensor),
+    "heads": ("model.safetensors", "WRONG WEIGHTS", hf_format, "rotary_heads", lambda name, params: 0),
+    "places": ("v0.bin", "WRONG WEIGHTS", llama2c, "tensor_at", _one_value_off),
+    "memory": ("v1.bin", "MEMORY", fuzz_checkpoints, "open_checkpoint", _takes_memory),
+    "signal": ("v1.bin", "SIGNAL", fuzz_checkpoints, "open_checkpoint", _dies),
+    "exception": ("v1.bin", "FOREIGN", fuzz_checkpoints, "open_checkpoint", _raises),
+    "time": ("v1.bin", "SLOW", fuzz_checkpoints, "SECONDS", 1e-9),
+    "message": ("v1.bin", "BAD MESSAGE", fuzz_checkpoints, "LONGEST", 9),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_mutator_notices(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A fault in our readers, planted, for each end that the mutator calls bad."""
+    file, end, *fault = PLANTED[name]
+    monkeypatch.setattr(*fault)
+    monkeypatch.setattr(fuzz_checkpoints, "load_once", lambda path: None)
+    assert set(
+        fuzz_checkpoints.run({"lengths": 120, "memory": 2, "signal": 2}.get(name, 20), seed=1, only=file).bad
+    ) >= {end}

@@ -5,8 +5,11 @@ import copy
 import gc
 import inspect
 import os
+import random
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,9 @@ def puts_back(line: tuple[str, int]) -> bool:
 
 
 class Lines:
-    """Counts the lines of ours that a call passes; raises KeyboardInterrupt at the `at`-th pass of one line."""
+    """Counts the lines of ours that a call passes, entries of functions among them; raises KeyboardInterrupt at the
+    `at`-th pass of one.
+    """
 
     def __init__(self, line: tuple[str, int] | None = None, at: int = 0) -> None:
         self.passed: dict[tuple[str, int], int] = {}
@@ -52,10 +57,14 @@ class Lines:
             sys.settrace(None)
 
     def _enter(self, frame: Any, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(SOURCES) else None
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:  # raised here, it would pass by handlers that are in force
+            return self._line
+        return self._line(frame, event, None)
 
     def _line(self, frame: Any, event: str, argument: Any) -> Any:
-        if event == "line":
+        if event in ("line", "call"):
             line = frame.f_code.co_filename, frame.f_lineno
             self.passed[line] = self.passed.get(line, 0) + 1
             if line == self.line and self.passed[line] == self.at:
@@ -106,14 +115,14 @@ def state(generator: Llama) -> list[Any]:
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_on_any_line_leaves_nothing_behind(small: Llama, name: str, every: int) -> None:
-    """Of the lines of what puts state back all, of the others each `every`-th; at its first and its last pass."""
+    """Of the lines of what puts state back all, of the others each `every`-th; at its first, middle and last pass."""
     call, counting = lambda: CALLS[name](small), Lines()
     wanted, before = counting.run(call), state(small)
     assert len(counting.passed) > 100 and call() == wanted
     assert any(map(puts_back, counting.passed))
     lines = [line for i, line in enumerate(counting.passed) if i % every == 0 or puts_back(line)]
     for line in lines:
-        for at in {1, counting.passed[line]}:
+        for at in {1, counting.passed[line] // 2 + 1, counting.passed[line]}:
             try:
                 Lines(line, at).run(call)
             except KeyboardInterrupt as error:
@@ -123,6 +132,38 @@ def test_an_interrupt_on_any_line_leaves_nothing_behind(small: Llama, name: str,
                 del held
             finally:
                 torch.set_grad_enabled(True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interrupts_at_random_times(small: Llama) -> None:
+    """LLAMA_INTERRUPTS of them (500), by a timer: between any two of Python's instructions, torch's own included."""
+    rng, hits = random.Random(12), dict.fromkeys(CALLS, 0)
+    wanted, before = {name: call(small) for name, call in CALLS.items()}, state(small)
+    seconds = {}
+    for name, call in CALLS.items():
+        start = time.perf_counter()
+        call(small)
+        seconds[name] = time.perf_counter() - start
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while sum(hits.values()) < int(os.environ.get("LLAMA_INTERRUPTS", "500")):
+            name = rng.choice(list(CALLS))
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, rng.random() * seconds[name]))
+                found = CALLS[name](small)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                assert found == wanted[name] and state(small) == before, (name, hits)
+            except KeyboardInterrupt as error:
+                held = error
+                hits[name] += 1
+                assert state(small) == before and CALLS[name](small) == wanted[name], (name, hits)
+                del held
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    print(f"interrupts: {hits}")
+    assert min(hits.values()) > 0
 
 
 def test_an_interrupt_while_loading_leaves_torchs_defaults() -> None:

@@ -556,6 +556,18 @@ def test_hostile_tensors_are_refused_before_they_are_made(
     refused(base, write_adapter(tmp_path / "b", wide, r=20_000), "rank 20000", "16384")
 
 
+def test_an_adapter_that_is_written_to_after_it_was_opened(
+    tmp_path: Path, base: Path, weights: dict[str, Tensor]
+) -> None:
+    """Cut, its mapped pages would end the process."""
+    adapter = write_adapter(tmp_path / "a", matrices(weights, ["q_proj"]))
+    checkpoint = open_checkpoint(base, adapter)
+    with (adapter / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(LlamaError, match=r"adapter_model.safetensors: the file was written to after it was opened"):
+        checkpoint.read(WQ)
+
+
 def test_damaged_adapters(tmp_path: Path, base: Path, weights: dict[str, Tensor]) -> None:
     """Bytes changed at random in either file: it ends in a LlamaError, or in weights."""
     generator = torch.Generator().manual_seed(3)

@@ -566,6 +566,39 @@ def test_memory_is_estimated_by_form() -> None:
     assert halves == pytest.approx(memory_estimate(params, 2048, 4, 1, torch.bfloat16, "int4").weights / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("scheme", [*SCHEMES, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_embedding_is_its_packed_head(tmp_path: Path, scheme: str | None, dtype: torch.dtype) -> None:
+    """In memory once, in 8 bits; fbgemm's layout has no rows to take. `build`'s sum says so."""
+    params = {**PARAMS, "n_kv_heads": None}
+    weights = reference.random_weights(params, 0)
+    weights["output.weight"] = weights["tok_embeddings.weight"]
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    shutil.copy(GOLDEN / "tokenizer.model", tmp_path)
+    with build(tmp_path, scheme, dtype=dtype) as generator:
+        model = generator.model
+        embedding, head = model.tok_embeddings, model.output
+        shared = scheme in ("int8", "int4")
+        assert (embedding.packed is not None and embedding.packed is head.packed) == shared
+        packed = {id(layer.packed): layer.packed.nbytes for _, layer in parallel.linear_layers(model) if layer.packed}
+        plain = {p.data_ptr(): p.nbytes for p in model.parameters() if p.numel()}
+        held = sum(packed.values()) + sum(plain.values())
+        need = memory_estimate(vars(model.params), 64, 1, 1, dtype, scheme, tied=True).weights
+        assert need == pytest.approx(held, rel=0.06)
+        if shared:
+            ids = torch.tensor([[1, 42, 359]])
+            rows = embedding(ids)
+            assert rows.dtype == dtype and torch.equal(rows, head.packed.dense()[ids].to(dtype))
+            assert embedding.weight.shape == (0, 128)
+            found, tokens = model(ids, 0), generator.generate([PROMPT], 4, temperature=0)
+            embedding.weight.data, embedding.packed = head.packed.dense().to(dtype), None
+            assert torch.equal(model(ids, 0), found) and generator.generate([PROMPT], 4, temperature=0) == tokens
+            for bad in (360, -1):
+                with pytest.raises(LlamaError, match="ids go from 0 to 359"):
+                    model(torch.tensor([[bad]]), 0)
+
+
 def test_a_model_that_fits_only_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ModelArgs(4096, 32, 32, vocab_size=32000, max_batch_size=1, max_seq_len=128)
     monkeypatch.setattr("llama.checkpoint.memory.free_memory", lambda device: 5 * 10**9)

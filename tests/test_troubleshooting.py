@@ -6,6 +6,7 @@
 import contextlib
 import io
 import logging
+import os
 import re
 import shutil
 import sys
@@ -23,6 +24,7 @@ import llama.distributed
 import llama.model
 from llama import Llama, ModelArgs
 from llama.checkpoint import memory as memories
+from llama.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -183,6 +185,14 @@ def lfs(patch: pytest.MonkeyPatch, folder: Path) -> None:
     shutil.copy(DEMO / "params.json", folder)
     (folder / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     build_golden(ckpt_dir=str(folder))
+
+
+@message
+def changed(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    shutil.copytree(DEMO, folder / "model")
+    checkpoint = open_checkpoint(folder / "model")
+    os.utime(checkpoint.files[0], ns=(1, 1))
+    checkpoint.read("norm.weight")
 
 
 @message

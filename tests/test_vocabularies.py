@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vocabularies import CHATML, MAKERS, WORDS, added, byte_level, merged, tiktoken_file, write
+from vocabularies import CHATML, MAKERS, WORDS, added, byte_level, fallback, letters_first, merged, tiktoken_file, write
 
 from llama.errors import LlamaError
 from llama.tokenizer import StreamDecoder, Tokenizer, ids_without_piece, piece, stop_ids
@@ -129,7 +129,8 @@ def test_stop_ids_can_be_replaced(tmp_path: Path) -> None:
     llama3.eos_id = 5
     assert llama3.stop_ids == {5, eom, eot}
     llama3.stop_ids = {7}
-    assert llama3.stop_ids == {7} == stop_ids(llama3)
+    llama3.stop_ids.add(8)
+    assert llama3.stop_ids == {7, 8} == stop_ids(llama3)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -289,6 +290,17 @@ def test_added_words_are_text(tmp_path: Path) -> None:
     assert tokenizer.n_words == size + 2 and tokenizer.pad_id == size + 1
     ids = tokenizer.encode("the covid [PAD]", bos=False, eos=False)
     assert size in ids and size + 1 not in ids and tokenizer.decode(ids) == "the covid [PAD]"
+
+
+def test_a_tag_that_is_not_special_is_no_text_going_in_and_text_coming_out(tmp_path: Path) -> None:
+    file = fallback("prepend", letters_first(WORDS))
+    size = len(file["model"]["vocab"])
+    file["added_tokens"] += [added("<|end|>", size, special=False), added("<|pad|>", size + 1)]
+    tokenizer = Tokenizer(write(tmp_path / "tokenizer.json", file))
+    ids = tokenizer.encode("the river<|end|><|pad|>", bos=False, eos=False)
+    assert not {size, size + 1} & set(ids) and tokenizer.decode(ids) == "the river<|end|><|pad|>"
+    ids = tokenizer.encode("the river<|end|><|pad|>", bos=False, eos=False, specials=True)
+    assert ids[-2:] == [size, size + 1] and tokenizer.decode(ids) == "the river<|end|>"
 
 
 def _changed(**changes: Any) -> bytes:

@@ -20,7 +20,7 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from .codecs import Codec
+from .files import Stamp, format_error, stamp
 from .lowrank import Adapter, LowRank
 from .mapping import drop_pages
 from .table import weight_spec
@@ -161,6 +162,21 @@ class Checkpoint:
     tokenizer_path: Path | None = None
     in_use: bool = False  # a model uses the mapped pages
     adapters: tuple[Adapter, ...] = ()  # that `weights` have in them already
+    stamps: dict[Path, Stamp | None] = field(default_factory=dict)  # of files as they were when opened
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            self.stamps.setdefault(file, stamp(file))
+
+    def check_unchanged(self) -> None:
+        """LlamaError where a file was written to, or cut, since it was opened: weights would be of two versions, and a
+        page behind its end would end the process. One that has another in its place stays mapped as it was.
+        """
+        for file, before in self.stamps.items():
+            now = stamp(file)
+            if before and now and now != before and now[:2] == before[:2]:
+                found = "the file was written to after it was opened"
+                raise format_error(file, found, "one that nobody writes: try again once it is whole")
 
     @property
     def folder(self) -> Path:
@@ -212,6 +228,7 @@ class Checkpoint:
         return tuple(shape)
 
     def _slices(self, name: str, rank: int, world: int) -> list[Slice]:
+        self.check_unchanged()
         axis, shape = weight_spec(name).axis, self.local_shape(name, world)
         return self.weights[name].slices(axis or 0, 0 if axis is None else rank * shape[axis], shape[axis or 0])
 

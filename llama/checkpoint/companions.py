@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import LlamaError
 from ..tokenizer import SentencePieceProcessor, Tokenizer
 from ..vocabulary import kind_of, read_file
+from ..vocabulary.proto_check import check_proto
 from .checkpoint import Checkpoint
 from .files import read_json
 from .tokenizers import open_tokenizer
@@ -29,10 +30,22 @@ def copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
     for path in sorted(checkpoint.folder.iterdir()) if checkpoint.format in ("meta", "hf") else ():
         if not path.is_file() or OWN.fullmatch(path.name) or not COMPANIONS.fullmatch(path.name):
             continue
-        if path.stat().st_size > LARGEST:
+        if leads_outside(path):
+            logger.warning("%s is a link out of its folder and is not copied along", path)
+        elif path.stat().st_size > LARGEST:
             logger.warning("%s is larger than %d MB and is not copied along", path, LARGEST // 1_000_000)
         else:
             shutil.copyfile(path, folder / path.name)
+
+
+def leads_outside(path: Path) -> bool:
+    """Whether this is a link to a file elsewhere: a stranger's folder must not make us copy what it does not hold.
+
+    The Hub's cache is such links throughout: snapshots/REVISION/NAME leads to blobs/HASH.
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else None
+    return path.is_symlink() and folder not in target.parents and target.parent != blobs
 
 
 def special_ids(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -75,8 +88,10 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
     if path is None or path.suffix != ".model":
         return None
     try:
-        return SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError):
+        data = path.read_bytes()
+        check_proto(data)
+        return SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, OSError, ValueError):
         return None
 
 
@@ -93,6 +108,8 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -
         (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
     elif to_bin and path.suffix == ".model":
         logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
+    elif leads_outside(path) and read_vocabulary(path) is None:
+        logger.warning("%s is a link out of its folder, to no vocabulary, and is not copied along", path)
     else:
         shutil.copyfile(path, folder / path.name)
 

@@ -50,6 +50,7 @@ def write_checkpoint(source: Source, target: Path, to: str, force: bool = False)
             _check_space(target, source.bar.total)
             with _new_folder(target, replaced, source.checkpoint.folder) as folder:
                 WRITERS[to](source, folder)
+                source.checkpoint.check_unchanged()
     except (OSError, RuntimeError) as error:  # RuntimeError: torch.save, where a write fails
         reason = " ".join(str(error).split())
         raise LlamaError(f"cannot write {target}: {reason:.300}; free space, or give another path") from error

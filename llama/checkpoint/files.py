@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LlamaError
 
@@ -61,6 +61,51 @@ def read_head(path: Path, expected: str) -> bytes:
     return head
 
 
+class Stamp(NamedTuple):
+    """What tells that a file is the one it was, and has not been written to."""
+
+    device: int
+    inode: int
+    size: int
+    written: int  # in nanoseconds
+
+
+def stamp(path: Path) -> Stamp | None:
+    """The file's as it is now; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@contextlib.contextmanager
+def one_version(path: Path) -> Iterator[None]:
+    """LlamaError where the file was replaced or written to within: header and values would be of two versions."""
+    before = stamp(path)
+    yield
+    if stamp(path) != before:
+        raise format_error(
+            path, "the file changed while it was read", "one that nobody writes: try again once it is whole"
+        )
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of JSON in UTF-8. ValueError, also for a key twice in one object: readers differ in which counts."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in made if names.count(name) > 1)!r:.80} twice")
+        return made
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except RecursionError as error:
+        raise ValueError(f"nested too deep: {error}") from error
+
+
 def read_json(path: Path, expected: str) -> dict[str, Any]:
     """A JSON file that holds an object, of at most MAX_JSON bytes."""
     read_head(path, expected)
@@ -68,8 +113,8 @@ def read_json(path: Path, expected: str) -> dict[str, Any]:
     if size > MAX_JSON:
         raise format_error(path, f"{size} bytes of JSON", f"{expected}, of at most {MAX_JSON} bytes")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
         raise format_error(path, f"no valid JSON ({error})", expected) from error
     if not isinstance(value, dict):
         raise format_error(path, f"a JSON {type(value).__name__}", f"{expected}, a JSON object")

@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint, StoredWeight
 from .checks import check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import Int8Groups
 from .companions import check_for_llama2c, copy_tokenizer
-from .files import format_error, read_head
+from .files import format_error, one_version, read_head
 from .mapping import map_file, tensor_at, write_tensor
 from .source import Source
 from .table import BIASES, sizes, split_known, weight_spec
@@ -92,9 +92,9 @@ class Header:
 
 def read(path: Path) -> Checkpoint:
     """A file of version 0, 1 or 2. Errors as in `open_checkpoint`."""
-    header = read_header(path)
+    with one_version(path):
+        header, storage = read_header(path), map_file(path)
     params = check_params(path, header.params()) | {"ffn_dim": header.hidden_dim}
-    storage = map_file(path)
     weights: dict[str, StoredWeight] = {}
     for name, start in header.offsets():
         if name == ROPE:

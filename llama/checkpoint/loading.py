@@ -4,7 +4,7 @@ Opening reads headers only; values are mapped, and read when a rank takes its pa
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..distributed import linear_layers, rank, world_size
 from ..errors import LlamaError
 from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
-from ..quantization import SCHEMES, PackedWeight, pack, pack_quantized, weight_scheme
+from ..quantization import SCHEMES, PackedWeight, head_can_embed, pack, pack_quantized, weight_scheme
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
@@ -179,11 +179,15 @@ def load(
             weight = parameters.pop(name)
             layer.set_packed(_packed(checkpoint, rank, world, name, str(scheme), device))
             bar.update(weight.numel() * weight.itemsize)
+        if checkpoint.tied and world == 1 and scheme and head_can_embed(scheme):
+            bar.update(parameters["tok_embeddings.weight"].nbytes)
+            model.tok_embeddings.set_packed(model.output.packed)  # type: ignore[operator, union-attr]
         checkpoint.in_use = True
         with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
             place = partial(_place, checkpoint, rank, world)
             for weight in pool.map(place, parameters, parameters.values()):
                 bar.update(weight.numel() * weight.itemsize)
+    checkpoint.check_unchanged()
     if checkpoint.tied and world == 1 and "output.weight" in parameters:
         parameters["output.weight"].data = parameters["tok_embeddings.weight"].data
     for parameter in parameters.values() if device is not None else ():
@@ -210,8 +214,8 @@ def _packed(
 
 
 def _place(checkpoint: Checkpoint, rank: int, world: int, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    """Map or fill one parameter, and return it; a tied head waits for the embedding."""
-    if checkpoint.tied and world == 1 and name == "output.weight":
+    """Map or fill one parameter, and return it; a tied head waits for the embedding, or is it already."""
+    if not parameter.numel() or (checkpoint.tied and world == 1 and name == "output.weight"):
         return parameter
     same_type = parameter.device.type == "cpu" and parameter.dtype == checkpoint.dtype(name)
     if same_type and checkpoint.weights[name].codec is None:
@@ -246,8 +250,11 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     quantize: str | None = None,
+    graph_rows: Sequence[int] = (),
 ) -> Transformer:
-    """This rank's part of the checkpoint in a new model, which may have more rows than the tokenizer's `vocab_size`."""
+    """This rank's part of the checkpoint in a new model, which may have more rows than the tokenizer's `vocab_size`;
+    `graph_rows` are of the CUDA graphs that are to come.
+    """
     for name, value in (("max_seq_len", max_seq_len), ("max_batch_size", max_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LlamaError(f"{name}={value!r} must be an integer of at least 1")
@@ -263,7 +270,7 @@ def load_model(
         logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
     merging = checkpoint.merging_bytes(world_size()) * (2 if scheme else 1)  # the sum, too, before it is quantized
-    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, merging)
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, graph_rows, merging)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None
@@ -273,8 +280,8 @@ def load_model(
 
 def pick_scheme(quantize: str | None, stored: str | None) -> str | None:
     """How the layers' weights are quantized: as asked for, else as the file holds them; None: not at all."""
-    if quantize is not None and quantize not in SCHEMES:
-        raise LlamaError(f"quantize={quantize!r} must be one of {', '.join(SCHEMES)} or None")
+    if quantize is not None and (not isinstance(quantize, str) or quantize not in SCHEMES):
+        raise LlamaError(f"quantize={quantize!r:.60} must be one of {', '.join(SCHEMES)} or None")
     if quantize is not None and stored is not None and not quantize.startswith(stored):
         raise LlamaError(f"quantize={quantize!r}, but the checkpoint holds {stored}: quantize the original")
     return quantize or stored

@@ -16,7 +16,7 @@ from ..arguments import as_number, check_list
 from ..errors import LlamaError
 from .checkpoint import Checkpoint, StoredWeight, halves_to_pairs
 from .checks import FLOATS, plain_tensors
-from .files import first_few, format_error, only_our_errors
+from .files import Stamp, first_few, format_error, only_our_errors, stamp
 from .lora_config import EXPECTED, LoraConfig, read_config
 from .lowrank import Adapter, LowRank
 from .pth import read_pth
@@ -64,10 +64,12 @@ def add_adapters(checkpoint: Checkpoint, lora: Any, lora_scale: Any = 1.0) -> Ch
     for adapter in opened:
         with only_our_errors(adapter.folder):
             added.append(_add(adapter, checkpoint, weights, added))
-    if opened:
-        _say(checkpoint, weights)
+    if not opened:
+        return checkpoint
     mapped = checkpoint.mapped and all(adapter.mapped for adapter in opened if adapter.bases or adapter.wholes)
-    return replace(checkpoint, weights=weights, mapped=mapped, adapters=(*checkpoint.adapters, *added))
+    stamps = {**checkpoint.stamps, **{adapter.file: adapter.stamp for adapter in opened}}
+    _say(checkpoint, weights)
+    return replace(checkpoint, weights=weights, mapped=mapped, adapters=(*checkpoint.adapters, *added), stamps=stamps)
 
 
 def _scales(given: Any, count: int) -> list[float]:
@@ -99,6 +101,8 @@ class _Opened:
     """An adapter's files, and its tensors sorted by what they are."""
 
     folder: Path
+    file: Path  # of the tensors
+    stamp: Stamp | None
     scale: float
     config: LoraConfig
     tensors: dict[str, Tensor]
@@ -135,12 +139,13 @@ def _open(folder: Path, scale: float) -> _Opened:
     file = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
     if file is None:
         raise FileNotFoundError(f"{folder.absolute()}: {CONFIG}, but none of {', '.join(WEIGHTS)}")
+    before = stamp(file)
     value, mapped = read_safetensors(file) if file.suffix == ".safetensors" else read_pth(file)
     tensors = plain_tensors(file, value, EXPECTED)
     for key, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             raise format_error(file, f"{key:.120} is {tensor.dtype}", "float32, bfloat16 or float16")
-    return _Opened(folder, scale, config, tensors, mapped)
+    return _Opened(folder, file, before, scale, config, tensors, mapped)
 
 
 def _sort_keys(adapter: _Opened, checkpoint: Checkpoint) -> None:

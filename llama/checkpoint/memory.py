@@ -2,14 +2,14 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import LlamaError
-from ..quantization import SCHEMES, weight_scheme
+from ..quantization import SCHEMES, head_can_embed, weight_scheme
 from .table import sizes, specs
 
 
@@ -18,11 +18,12 @@ class Memory(NamedTuple):
 
     weights: int
     kv_cache: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        """Weights and cache together."""
-        return self.weights + self.kv_cache
+        """Everything together."""
+        return self.weights + self.kv_cache + self.graphs
 
 
 def count_parameters(params: Mapping[str, Any], ranks: int = 1, tied: bool = False) -> int:
@@ -47,18 +48,33 @@ def memory_estimate(
     tied: bool = False,
 ) -> Memory:
     """Bytes of weights and of KV cache (2 * batch * seq * kv heads * head_dim * bytes * layers) on each rank; `scheme`
-    is how the layers' weights are quantized: a tied head then too, beside the embedding, which is not.
+    is how the layers' weights are quantized. On one rank a `tied` head and its embedding are in memory once.
     """
     kv_values = 2 * max_batch_size * max_seq_len * sizes(params)["kv"] * params["n_layers"]
-    count, embedding = (
-        count_parameters(params, ranks, tied and not scheme),
-        params["vocab_size"] * params["dim"] // ranks,
-    )
-    weights = count * dtype.itemsize
+    count, embedding = count_parameters(params, ranks), params["vocab_size"] * params["dim"] // ranks
+    once = tied and ranks == 1
+    weights = count_parameters(params, ranks, tied) * dtype.itemsize
     if scheme:
         head, layers = (SCHEMES[weight_scheme(name, scheme)].bytes_per_weight for name in ("output.weight", "layers"))
-        weights = int(embedding * (dtype.itemsize + head) + (count - 2 * embedding) * layers)
+        vectors = 0 if once and head_can_embed(scheme) else dtype.itemsize
+        weights = int(embedding * (vectors + head) + (count - 2 * embedding) * layers)
     return Memory(weights, kv_values * dtype.itemsize // ranks)
+
+
+CUBLAS_WORKSPACE = 32 << 20  # what torch takes for it on the largest GPUs
+
+
+def graph_memory(params: Mapping[str, Any], ranks: int, dtype: torch.dtype, graph_rows: Sequence[int]) -> int:
+    """Bytes of CUDA graphs with so many rows each: the float32 logits of every one, and the pool that they share, which
+    holds the largest one's intermediate tensors and cuBLAS's workspace. Reckoned: it has not been measured on a GPU.
+    """
+    if not graph_rows:
+        return 0
+    vocab, numbers = params["vocab_size"], sizes(params)
+    widths = (
+        vocab + 4 * numbers["dim"] + 3 * numbers["ffn"] // ranks
+    )  # logits, states and norms, w1 w3 and their product
+    return int(4 * vocab * sum(graph_rows) + widths * max(graph_rows) * dtype.itemsize + CUBLAS_WORKSPACE)
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -105,13 +121,15 @@ def check_memory(
     ranks: int,
     scheme: str | None = None,
     tied: bool = False,
+    graph_rows: Sequence[int] = (),
     merging: int = 0,
 ) -> None:
-    """LlamaError with the arithmetic when `device` cannot hold this rank's weights and cache; `args`: ModelArgs.
-
-    On a CPU `merging` bytes come on top, of the largest weight that an adapter changes, while it is loaded.
+    """LlamaError with the arithmetic when `device` cannot hold this rank's weights, cache and CUDA graphs (the rows of
+    each); `args`: ModelArgs. On a CPU `merging` bytes come on top, while the largest weight that an adapter changes is
+    loaded.
     """
     need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
+    need = need._replace(graphs=graph_memory(vars(args), ranks, dtype, graph_rows))
     free = free_memory(device)
     cpu = device.type == "cpu"
     here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if cpu else 1
@@ -119,11 +137,12 @@ def check_memory(
     if free is None or total * here <= free:
         return
     several = "" if here == 1 else f", {gigabytes(total * here)} for the {here} ranks of this machine"
-    adapters = f" + {gigabytes(merging)} while adapters are merged" if cpu and merging else ""
+    more = f" + CUDA graphs {gigabytes(need.graphs)} (compile=True)" if need.graphs else ""
+    more += f" + {gigabytes(merging)} while adapters are merged" if cpu and merging else ""
     name = scheme or str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
-        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len})"
-        f"{adapters} = {gigabytes(total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
+        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}){more} = "
+        f"{gigabytes(total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
         f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16) or quantize='int4', or use more ranks"
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import LlamaError
-from .files import format_error, read_head
+from .files import format_error, one_version, read_head
 from .mapping import map_file
 from .pickle_scan import MAX_BYTES, PickleProblem, Reader, StorageRecord, TensorRecord
 
@@ -40,9 +40,10 @@ def read_pth(path: Path) -> tuple[Any, bool]:
     if not zipped and not head.startswith(b"\x80"):
         raise format_error(path, f"it begins with {head[:8]!r}, so it is no PyTorch file", EXPECTED)
     try:
-        with path.open("rb") as file:
-            value, extents = _read_zip(path, file) if zipped else _read_old(file, path.stat().st_size)
-        return _Tensors(path, extents, zipped).made(value)
+        with one_version(path):
+            with path.open("rb") as file:
+                value, extents = _read_zip(path, file) if zipped else _read_old(file, path.stat().st_size)
+            return _Tensors(path, extents, zipped).made(value)
     except LlamaError:
         raise
     except PickleProblem as error:
@@ -135,6 +136,8 @@ def _check_end(file: BinaryIO, size: int) -> None:
     end = struct.unpack("<4s4H2LH", tail[-22:])
     if end[0] != b"PK\5\6" or end[7]:
         raise zipfile.BadZipFile("it does not end with the end of its directory")
+    if end[1] or end[2] or end[3] != end[4]:
+        raise zipfile.BadZipFile("one of an archive's several parts")
     before, length, start, count = size - 22, *end[5:7], end[4]
     if tail[-42:-38] == b"PK\6\7":
         at = struct.unpack("<LQL", tail[-38:-22])[1]
@@ -166,6 +169,8 @@ def _check_entry(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     name = entry.orig_filename.encode("utf-8" if entry.flag_bits & 0x800 else "cp437")
     if header[:4] != b"PK\3\4" or file.read(name_length) != name:
         raise zipfile.BadZipFile(f"{entry.filename!r:.80} is not where the directory says")
+    if entry.is_dir() or entry.external_attr & 0x10:  # torch would leave its tensor as the heap was
+        raise zipfile.BadZipFile(f"{entry.filename!r:.80} is a folder")
     start: int = entry.header_offset + 30 + name_length + extra_length
     file.seek(start + entry.file_size)
     if file.read(2) != b"PK":

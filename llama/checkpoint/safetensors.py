@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import MAX_JSON, format_error, read_head
+from .files import MAX_JSON, format_error, one_version, parse_json, read_head
 from .mapping import map_file, tensor_at, write_tensor
 from .refusals import EXPECTED
 
@@ -37,6 +37,11 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     The header is checked first: positions, sizes, no gap, no overlap.
     """
     expected = "a safetensors file (8 bytes of header length, a JSON header, the tensors)"
+    with one_version(path):
+        return _read(path, expected)
+
+
+def _read(path: Path, expected: str) -> tuple[dict[str, Tensor], bool]:
     head = read_head(path, expected)
     size = path.stat().st_size
     length = int.from_bytes(head[:8], "little")
@@ -46,8 +51,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], bool]:
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
     try:
-        table = json.loads(header.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        table = parse_json(header)
+    except ValueError as error:
         raise format_error(path, f"a header that is no JSON ({error})", expected) from error
     extents = _check_header(path, table, size - 8 - length)
     storage, data = map_file(path), 8 + length

@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import LlamaError
+from ..rope import named_scaling
 from .checkpoint import Checkpoint
 from .table import weight_spec
 
@@ -40,8 +41,8 @@ class Source:
     @property
     def family_window(self) -> int:
         """The longest window of the family that the rotary angles tell."""
-        scaling = self.checkpoint.params.get("rope_scaling") or {}
-        if scaling.get("rope_type") in ("llama3", "divisors"):
+        scaling = named_scaling(self.checkpoint.params)
+        if scaling is not None and scaling["rope_type"] == "llama3":
             return 131072  # Llama 3.1
         return CONTEXTS.get(self.checkpoint.params["rope_theta"], 4096)
 

@@ -132,8 +132,9 @@ def describe_tokenizer(checkpoint: Checkpoint) -> str:
         tokenizer = open_tokenizer(None, checkpoint)
     except (LlamaError, OSError) as error:
         return f"{place}, which cannot be read: {error}"
-    ends = ", ".join(map(str, sorted(tokenizer.stop_ids)))
-    return f"{place} ({tokenizer.vocabulary.kind}, {tokenizer.n_words} pieces, stop ids {ends or 'none'})"
+    ends, rows = ", ".join(map(str, sorted(tokenizer.stop_ids))), checkpoint.shape("tok_embeddings.weight")[0]
+    refused = f"; build refuses it: the model has {rows} rows" if tokenizer.n_words > rows else ""
+    return f"{place} ({tokenizer.vocabulary.kind}, {tokenizer.n_words} pieces, stop ids {ends or 'none'}{refused})"
 
 
 def write_tokenizer_json(checkpoint: Checkpoint, folder: Path, context: int) -> None:

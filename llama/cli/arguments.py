@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, get_args, get_origin
 
+from ..arguments import nearest
 from .output import printable
 
 Command = Callable[..., None]
@@ -40,8 +41,12 @@ def parse_arguments(commands: Mapping[str, Command], argv: Sequence[str]) -> tup
     options, unknown = parser.parse_known_args(argv or ["--help"])
     name = options.__dict__.pop("command")
     if unknown and unknown[0].startswith("-"):
-        known = ", ".join(f"--{option}" for option in inspect.signature(commands[name]).parameters)
-        subparsers.choices[name].error(f"{name} has no option {unknown[0].partition('=')[0]}; it takes {known}")
+        given, known = (
+            unknown[0].partition("=")[0],
+            [f"--{option}" for option in inspect.signature(commands[name]).parameters],
+        )
+        hint = nearest(given.replace("-", "_").replace("__", "--", 1), known)
+        subparsers.choices[name].error(f"{name} has no option {given}; {hint}it takes {', '.join(known)}")
     if unknown:
         subparsers.choices[name].error(f"unexpected argument {unknown[0]!r}: text with spaces needs quotes")
     return commands[name], vars(options)

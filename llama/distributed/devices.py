@@ -18,6 +18,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError):  # torch's message lists two dozen
         raise LlamaError(f"device={device!r} is none that torch knows: take 'cpu', 'cuda', 'cuda:N' or 'mps'") from None
+    if chosen.type == "meta":
+        raise LlamaError("device='meta' holds no values: take 'cpu', 'cuda', 'cuda:N' or 'mps'")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no Apple GPU; use device='cpu'")
     if chosen.type != "cuda":
@@ -42,7 +44,7 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
             return torch.bfloat16 if native else torch.float16
         return torch.float16 if device.type == "mps" else torch.float32
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if chosen not in (torch.float32, torch.bfloat16, torch.float16):
+    if not isinstance(chosen, torch.dtype) or chosen not in (torch.float32, torch.bfloat16, torch.float16):
         raise LlamaError(f"dtype={dtype!r} must be one of float32, bfloat16, float16 or None")
     return chosen
 

@@ -155,8 +155,11 @@ def linear_layers(model: nn.Module) -> list[tuple[str, Any]]:
 class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
     """FairScale's layer without its full master weight; sharded along the embedding dimension, as in Llama 2's files.
 
-    `weight` (num_embeddings, embedding_dim / ranks), uninitialized. Ids (...) to vectors (..., embedding_dim).
+    `weight` (num_embeddings, embedding_dim / ranks), uninitialized; or `packed` in its place, and no row.
+    Ids (...) to vectors (..., embedding_dim).
     """
+
+    packed: Any = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init_method: InitMethod = None) -> None:
         nn.Module.__init__(self)
@@ -167,5 +170,11 @@ class ParallelEmbedding(fs_layers.ParallelEmbedding):  # type: ignore[misc]
 
     def forward(self, input_: Tensor) -> Tensor:
         """Ids (...) to whole vectors (..., embedding_dim), the same on every rank."""
-        local = F.embedding(input_.to(self.weight.device), self.weight)
+        ids = input_.to(self.weight.device)
+        local = F.embedding(ids, self.weight) if self.packed is None else self.packed.rows(ids).to(self.weight.dtype)
         return local if world_size() == 1 else gather_from_model_parallel_region(local)
+
+    def set_packed(self, packed: Any) -> None:
+        """Take vectors from `packed.rows` (see llama/quantization) from now on; `weight` still has dtype and device."""
+        self.packed = packed
+        self.weight.data = self.weight.data.new_empty(0, self.embedding_dim_per_partition)

@@ -222,6 +222,13 @@ class _Graph:
 # ----------------------------------------------------------------------------------- preparing a model
 
 
+def graph_rows(device: torch.device, max_batch_size: int, max_seq_len: int) -> list[int]:
+    """The rows of each graph that decoding on this device may come to capture: none but on CUDA."""
+    rows = [1 << i for i in range((max_batch_size - 1).bit_length())] + [max_batch_size]
+    lengths = max(1, (max(GRAPH_KV_BUCKET, max_seq_len) - 1).bit_length() - (GRAPH_KV_BUCKET - 1).bit_length() + 1)
+    return rows * lengths if device.type == "cuda" else []
+
+
 def compile_model(model: Transformer) -> StaticDecoder | None:
     """Prepack a loaded model's weights (on a CPU) and make its decoder; None, and a warning, if it cannot compile."""
     if model.tok_embeddings.weight.device.type != "cpu":

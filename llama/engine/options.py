@@ -1,11 +1,10 @@
 """The options of `generate`, the completions and the streams, and how they become a `Request`."""
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ..arguments import check_integer, check_size, check_stop_strings, check_token_ids
+from ..arguments import check_flag, check_integer, check_size, check_stop_strings, check_token_ids, nearest
 from ..errors import LlamaError
 from .request import Request
 from .sampling import Sampling
@@ -45,10 +44,12 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     known = sorted(Options.__annotations__)
     for name in options:
         if name not in known and name not in PUBLISHED:
-            near = difflib.get_close_matches(name, [*known, *PUBLISHED], 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = nearest(str(name), [*known, *PUBLISHED])
             raise TypeError(f"unknown option {name!r}; {hint}there are {', '.join(known)}")
     checked = dict(options)
+    for name in ("details", "progress", "logprobs"):
+        if name in checked:
+            checked[name] = check_flag(name, checked[name])
     if "stop" in checked:
         checked["stop"] = check_stop_strings(checked["stop"])
     if "stop_ids" in checked:
@@ -75,7 +76,7 @@ def make_request(
     **options: Any,
 ) -> Request:
     """The checked settings of one call. LlamaError names what is wrong, TypeError an option that does not exist."""
-    options = check_options(options)
+    options, logprobs = check_options(options), check_flag("logprobs", logprobs)
     sampling = {name: value for name, value in options.items() if name in Sampling.names()}
     if options.get("top_logprobs") and not logprobs:
         raise LlamaError(f"top_logprobs={options['top_logprobs']} needs logprobs=True")

@@ -1,7 +1,8 @@
 """What a call hands out: lists for `generate`, an iterator for the streams."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import Self
 
@@ -73,20 +74,19 @@ def refusal(message: str, logprobs: bool, options: Mapping[str, Any]) -> Any:
     return answer
 
 
-class Stream(Generic[T]):
+class Stream(itertools.chain[T]):
     """An iterator of steps or of text that frees the model when it is exhausted, closed or dropped, and a context
     manager. `finish_reason`, `usage` and `tokens` tell what there is so far; of several prompts, in lists.
+
+    A chain of one, whose `next` is C: a KeyboardInterrupt in it meets the items, which end, and no line of ours.
     """
+
+    def __new__(cls, items: Iterator[T], rows: list[RowState], request: Request) -> Self:
+        return super().__new__(cls, items)
 
     def __init__(self, items: Iterator[T], rows: list[RowState], request: Request) -> None:
         self._items = items
         self.rows, self.request = rows, request
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        return next(self._items)
 
     def close(self) -> None:
         """End the stream and free the model. Idempotent."""

@@ -1,7 +1,17 @@
 """Weights in fewer bytes: codecs (numbers to quantized values and back) and kernels (what multiplies with them)."""
 
 from .codecs import GROUPS, dequantize, quantize_int4, quantize_int8
-from .kernels import SCHEMES, Int8Weight, PackedWeight, PrepackedWeight, RowSlice, pack, pack_quantized, weight_scheme
+from .kernels import (
+    SCHEMES,
+    Int8Weight,
+    PackedWeight,
+    PrepackedWeight,
+    RowSlice,
+    head_can_embed,
+    pack,
+    pack_quantized,
+    weight_scheme,
+)
 
 __all__ = [
     "GROUPS",
@@ -11,6 +21,7 @@ __all__ = [
     "PrepackedWeight",
     "RowSlice",
     "dequantize",
+    "head_can_embed",
     "pack",
     "pack_quantized",
     "quantize_int4",

@@ -4,7 +4,7 @@
 is a class and a row in SCHEMES:
 
     int8          8 bits, one scale per row
-    int4          4 bits, a scale and a zero for each group of 32 columns; the head as int8
+    int4          4 bits, a scale and a zero for each group of 32 columns; the head (and a tied embedding) as int8
     int8-dynamic  as int8, and each row of activations in 8 bits too (fbgemm): fastest, least accurate
 
 `PrepackedWeight` is not quantized: with compile=True on a CPU the values as they are, in oneDNN's blocked order.
@@ -111,6 +111,10 @@ class Int8Weight:
             blocks = torch.split(self._qvalues, self.BLOCK)
             y = torch.cat([F.linear(rows, block.to(torch.bfloat16)) for block in blocks], -1).mul_(self._scales)
         return y.view(*x.shape[:-1], self.shape[0]).to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Ids (...) to the weight's rows in float32 (..., k): a tied head is the embedding too."""
+        return F.embedding(ids, self._qvalues).float() * F.embedding(ids, self._scales[:, None])
 
     def dense(self) -> Tensor:
         """As `PackedWeight.dense`."""
@@ -302,6 +306,11 @@ SCHEMES: dict[str, type[QuantizedWeight]] = {
 def weight_scheme(name: str, scheme: str) -> str:
     """The scheme of a weight, by its key: int4 keeps the head in 8 bits, whose errors go straight to the logits."""
     return "int8" if scheme == "int4" and name == "output.weight" else scheme
+
+
+def head_can_embed(scheme: str) -> bool:
+    """Whether the head that this scheme packs can give a tied embedding's rows too: in 8 bits, not fbgemm's."""
+    return hasattr(SCHEMES[weight_scheme("output.weight", scheme)], "rows")
 
 
 def pack(weight: Tensor, scheme: str) -> PackedWeight:

@@ -58,6 +58,7 @@ class JsonVocabulary:
         controls = {token: one for token, one in added.items() if one.special or TAG.fullmatch(one.content)}
         self._controls = {token: one.content for token, one in controls.items()}
         self.special_ids = {text: token for token, text in self._controls.items()}
+        hidden = [] if self._byte_level else [token for token, one in controls.items() if one.special]
         unmarked = [one for one in controls.values() if not one.special]
         for one in unmarked:
             one.special = True
@@ -66,7 +67,7 @@ class JsonVocabulary:
         to_bytes = _from_alphabet if self._byte_level else _from_fallback
         pieces = {token: to_bytes(text) for token, text in names.items()}
         pieces |= {token: one.content.encode() for token, one in added.items()}
-        pieces |= {} if self._byte_level else dict.fromkeys(self._controls, b"")
+        pieces |= dict.fromkeys(hidden, b"")
         self._names = {} if self._byte_level else names
         self._pieces = BytePieces(pieces)
 
@@ -117,7 +118,7 @@ class JsonVocabulary:
                 yield token
 
     def decode(self, ids: list[int], *, keep_space: bool = False) -> str:
-        """As `Vocabulary.decode`. Control pieces are their text in byte-level BPE, as in Llama 3's file, and no text
+        """As `Vocabulary.decode`. Special pieces are their text in byte-level BPE, as in Llama 3's file, and no text
         where bytes are a fallback, as in Llama 2's; there the space before the first word is dropped too.
         """
         text = self._pieces.decode(ids)

@@ -16,6 +16,7 @@ except ImportError as error:
     ) from error
 
 from .base import LARGEST_ID, TAG, check_utf8, split_at
+from .proto_check import check_proto
 
 SentencePieceProcessor: Any = sentencepiece.SentencePieceProcessor
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of pieces in sentencepiece_model.proto
@@ -32,7 +33,9 @@ class SentencePieceVocabulary:
     add_bos = True
 
     def __init__(self, data: bytes, added: Mapping[str, int] | None = None, legacy: bool = False) -> None:
-        self.sp_model: Any = _processor(from_llama2c(data) if data[8:17] == b"\5\0\0\0<unk>" else data)
+        proto = from_llama2c(data) if data[8:17] == b"\5\0\0\0<unk>" else data
+        check_proto(proto)
+        self.sp_model: Any = _processor(proto)
         self.bos_id: int = self.sp_model.bos_id()
         self.eos_id: int = self.sp_model.eos_id()
         self.pad_id: int = self.sp_model.pad_id()
