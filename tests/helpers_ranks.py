@@ -205,29 +205,29 @@ def every_checkpoint() -> Any:
 
 @check
 def adapters() -> Any:
-    """LoRA over every checkpoint: the oracle's logits of the merged weights. And the tokens of `build` with it."""
-    weights, params = checkpoint_files.weights(checkpoint_files.WIDE), checkpoint_files.WIDE
-    kinds = (*lora_files.LINEAR, "embed_tokens", "lm_head")
-    first = lora_files.matrices(weights, kinds)
-    second = lora_files.matrices(weights, ["q_proj", "k_proj", "o_proj"], rank=3, seed=8)
-    once = lora_files.merged(weights, first, params, 4.0)
-    wide = {name: tensor.double() for name, tensor in lora_files.merged(once, second, params, 4.0).items()}
-    tokens = torch.arange(24).reshape(2, 12) % 48
-    wanted = reference.logits(wide, params, tokens)
+    """Two of LoRA's over every checkpoint: the oracle's logits of the merged weights. The tokens of `build` with one."""
+    tokens, kinds = torch.arange(24).reshape(2, 12) % 48, (*lora_files.LINEAR, "embed_tokens", "lm_head")
+    wanted, both = {}, {}
+    for kind, params in (("wide", checkpoint_files.WIDE), ("biased", checkpoint_files.BIASED)):
+        weights, folder = checkpoint_files.weights(params), FOLDER / f"adapters of {RANK}" / kind
+        first = lora_files.matrices(weights, kinds)
+        second = lora_files.matrices(weights, ["q_proj", "k_proj", "o_proj"], rank=3, seed=8)
+        once = lora_files.merged(weights, first, params, 4.0)
+        wide = {name: tensor.double() for name, tensor in lora_files.merged(once, second, params, 4.0).items()}
+        wanted[kind] = reference.logits(wide, params, tokens)
+        written = lora_files.write_adapter(folder / "2", second, r=3, lora_alpha=12)
+        both[kind] = [lora_files.write_adapter(folder / "1", first), written]
     groups = parallel.initialize_groups(None, torch.device("cpu"), "gloo", 60)
-    folder = FOLDER / f"adapters of {RANK}"
-    both = [
-        lora_files.write_adapter(folder / "1", first),
-        lora_files.write_adapter(folder / "2", second, r=3, lora_alpha=12),
-    ]
     for path in sorted((FOLDER / "checkpoints").iterdir()):
-        checkpoint = open_checkpoint(path, both)
+        kind = "biased" if "biased" in path.name else "wide"
+        checkpoint = open_checkpoint(path, both[kind])
         model = Transformer(
             ModelArgs(**{**checkpoint.params, "vocab_size": 48, "max_seq_len": 24, "max_batch_size": 3})
         )
         load(model, checkpoint, rank=parallel.rank(), world=parallel.world_size())
-        close(model(tokens, 0), wanted, 2e-4)
+        close(model(tokens, 0), wanted[kind], 2e-4)
     groups.close()
+    folder = FOLDER / f"adapters of {RANK}"
     opened = open_checkpoint(GOLDEN)
     held = {name: opened.read(name) for name in opened.names()}
     params = {**opened.params, "n_kv_heads": 4}

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 
 def modules(weights: Mapping[str, Tensor], kinds: Iterable[str] = LINEAR) -> dict[str, str]:
     """Hugging Face's name of each module of these kinds, by Meta's key."""
-    names = {name: files.hf_name(name).removesuffix(".weight") for name in weights}
+    names = {name: files.hf_name(name).removesuffix(".weight") for name in weights if name.endswith(".weight")}
     return {name: module for name, module in names.items() if module.split(".")[-1] in set(kinds)}
 
 
@@ -76,7 +76,7 @@ def merged(
 ) -> dict[str, Tensor]:
     """Meta's weights with an adapter merged: `scale` is the whole factor of B A. Rounded once to the weight's type."""
     made = dict(weights)
-    for name in weights:
+    for name in (name for name in weights if name.endswith(".weight")):
         module = "base_model.model." + files.hf_name(name).removesuffix(".weight")
         if f"{module}.weight" in tensors:
             made[name] = in_pairs(name, tensors[f"{module}.weight"], params)
