@@ -16,7 +16,7 @@ from helpers import ROOT, StubTokenizer, close, near
 from torch import Tensor
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
-from llama.checkpoint import Checkpoint, load_model, open_checkpoint
+from llama.checkpoint import Checkpoint, load_model, memory, open_checkpoint
 from llama.checkpoint.checkpoint import StoredWeight
 from llama.checkpoint.family import describe_context, describe_scaling, describe_targets, family
 from llama.checkpoint.fingerprint import _digest
@@ -567,6 +567,17 @@ def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
         assert need.kv_cache == sum(tensor.numel() * 4 for tensor in cache)
         two = memory_estimate(params, 64, 4, 2, torch.float32, tied=True)
         assert two == memory_estimate(params, 64, 4, 2, torch.float32)  # each rank has another part of the two
+
+
+def test_a_tied_model_fits_where_an_untied_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tied in (True, False):
+        write_variant(tmp_path / str(tied), "head_dim", tied)
+    params = {**open_checkpoint(tmp_path / "True").params, "vocab_size": 40}
+    need = memory_estimate(params, 64, 4, 1, torch.float32, tied=True).total
+    monkeypatch.setattr(memory, "free_memory", lambda device: need)
+    loaded(tmp_path / "True")
+    with pytest.raises(LlamaError, match="not enough memory"):
+        loaded(tmp_path / "False")
 
 
 def shaped(rows: int, dim: int, format: str = "meta", path: Path = Path("nowhere"), **params: Any) -> Checkpoint:
