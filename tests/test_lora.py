@@ -497,6 +497,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], None], tuple[str, ...]]] =
     "integers": (holding(A, torch.ones(4, 32, dtype=torch.int8)), ("torch.int8",)),
     "grown head": (holding("base_model.model.lm_head.weight", torch.ones(41, 32)), ("(41, 32)", "its vocabulary grew", "resize_token_embeddings")),
     "grown embedding": (holding("base_model.model.model.embed_tokens.weight", torch.ones(44, 32)), ("its vocabulary grew",)),
+    "nan in a whole": (holding("base_model.model.model.norm.weight", torch.full((32,), math.nan)), ("norm.weight holds NaN",)),
     "nan": (holding(A, torch.full((4, 32), math.nan)), ("NaN or inf after merging", "q_proj")),
     "inf": (holding(B, torch.full((32, 4), math.inf)), ("NaN or inf after merging", "q_proj")),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..arguments import as_number, check_list
@@ -164,6 +165,8 @@ def _sort_keys(adapter: _Opened, checkpoint: Checkpoint) -> None:
         if matrix is not None or weight is None or weight not in checkpoint.weights:
             raise _odd_key(adapter, key, checkpoint)
         _check_shape(adapter, key, tuple(tensor.shape), checkpoint.shape(weight), weight)
+        if not tensor.sum(dtype=torch.float32).isfinite() and not tensor.isfinite().all():
+            raise format_error(adapter.folder, f"{key:.120} holds NaN or inf", "finite values: fetch the adapter again")
         (adapter.bases if ".base_layer." in name else adapter.wholes)[weight] = tensor
     if not adapter.pairs and not adapter.wholes:
         raise format_error(adapter.folder, "no matrices of LoRA", EXPECTED)
