@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .errors import LlamaError
 
 
@@ -144,3 +147,21 @@ def check_layers(layers: Any, n_layers: int) -> list[int]:
         if not -1 <= layer < n_layers:
             raise LlamaError(f"layers names {layer}; blocks go from 0 to {n_layers - 1}, -1 is after the final norm")
     return listed
+
+
+def check_position(start_pos: Any) -> int:
+    """`start_pos` of `Transformer.forward` as an int."""
+    position = as_integer(start_pos)
+    if position is None:
+        raise LlamaError(f"start_pos={start_pos!r:.60} must be an integer, or a tensor of one for each row")
+    return position
+
+
+def check_id_tensor(tokens: Any) -> None:
+    """LlamaError unless these are ids (bsz, seqlen), by all that can be seen without their values."""
+    plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.device.type != "meta"
+    if not plain or tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
+        found = type(tokens).__name__
+        if isinstance(tokens, Tensor):
+            found = f"{tokens.dtype}, {tokens.layout}, {tuple(tokens.shape)}, on {tokens.device}"
+        raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")

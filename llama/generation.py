@@ -132,20 +132,17 @@ class Llama:
         one each). Seeds torch's global generator with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
-        compile = check_flag("compile", compile)
-        seed = check_integer("seed", seed, -(2**63), "an integer of 64 bits")
+        compile, seed = check_flag("compile", compile), check_integer("seed", seed, -(2**63), "an integer of 64 bits")
         place = distributed.pick_device(device)
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
-                rows, window = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
-                sizes = {"vocab_size": getattr(tokenizer, "n_words", 1), "max_seq_len": window, "max_batch_size": rows}
-                graphs, kind = graph_rows(place, rows, window) if compile else (), distributed.pick_dtype(dtype, place)
-                model = checkpoints.load_model(
-                    checkpoint, **sizes, device=place, dtype=kind, quantize=quantize, graph_rows=graphs
-                )
+                sizes: dict[str, Any] = _check_sizes(max_batch_size, max_seq_len)
+                sizes["graph_rows"] = graph_rows(place, **sizes) if compile else ()
+                sizes["vocab_size"], kind = getattr(tokenizer, "n_words", 1), distributed.pick_dtype(dtype, place)
+                model = checkpoints.load_model(checkpoint, **sizes, device=place, dtype=kind, quantize=quantize)
                 generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
@@ -349,12 +346,11 @@ class Llama:
         """
         listed = check_list("dialogs", dialogs, "dialogs, each a list of messages")
         given, keep_space = check_options(options), check_flag("keep_space", keep_space)
-        drop_oldest = check_flag("drop_oldest", drop_oldest)
         for i, dialog in enumerate(listed):
             self.chat_format.check(dialog, i)
         safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]
         dropped = dict.fromkeys(safe, 0)
-        for i in safe if drop_oldest else ():
+        for i in safe if check_flag("drop_oldest", drop_oldest) else ():
             budget = prompt_budget(self.model.params.max_seq_len, max_gen_len)
             listed[i], dropped[i] = self.chat_format.truncate(self.tokenizer, listed[i], budget)
         prompts = [self.chat_format.encode(self.tokenizer, listed[i], i) for i in safe]
@@ -429,6 +425,11 @@ class Llama:
         scoring.check_pooling(pooling)
         states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
+
+
+def _check_sizes(max_batch_size: Any, max_seq_len: Any) -> dict[str, int]:
+    sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
+    return {name: check_size(name, size) for name, size in sizes.items()}
 
 
 def _check_ranks(size: Any) -> int | None:

@@ -7,6 +7,7 @@ Papers: Llama 2 (arXiv 2307.09288), RMSNorm (1910.07467), rotary embedding (2104
 (2305.13245), SwiGLU (2002.05202).
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .arguments import as_integer
+from .arguments import check_id_tensor, check_position
 from .distributed import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, groups, world_size
 from .errors import LlamaError
 from .interrupts import no_grad
@@ -156,9 +157,8 @@ def _with_non_finite(output: Tensor, xq: Tensor, xk: Tensor) -> Tensor:
     of -inf: the model would go on with plausible numbers. A score is no larger than the longer vector's square
     (Cauchy-Schwarz), and 0 * NaN and 0 * inf are NaN.
     """
-    queries, keys = (
-        torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32) for x in (xq, xk)
-    )  # (b, s, h or g)
+    queries = torch.linalg.vector_norm(xq.detach(), dim=-1, dtype=torch.float32)  # (b, s, h)
+    keys = torch.linalg.vector_norm(xk.detach(), dim=-1, dtype=torch.float32)  # (b, s, g)
     lengths = queries.view(*keys.shape, -1) + keys.unsqueeze(-1)  # (b, s, g, h/g)
     return output + (lengths.flatten(2) * 0).unsqueeze(-1).type_as(output)  # type: ignore[no-any-return]
 
@@ -429,7 +429,7 @@ class Transformer(nn.Module):
         if isinstance(start_pos, Tensor) and start_pos.ndim > 0:
             start_pos, freqs_cis, mask = self._row_positions(start_pos, len(tokens), seqlen, kv_len, h.device)
         else:
-            start_pos = _as_position(start_pos)
+            start_pos = check_position(start_pos)
             freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]  # (s, k/2)
             self._check_window(start_pos, seqlen)
             mask = None
@@ -443,22 +443,19 @@ class Transformer(nn.Module):
         """Ids (b, s) to vectors (b, s, d). LlamaError for what is none or outside the vocabulary; ids on a GPU are not
         looked at, which would wait: there an id outside gives NaN, where the kernel would end all CUDA calls.
         """
-        _check_ids(tokens)
+        check_id_tensor(tokens)
         device = self.tok_embeddings.weight.device
         if device.type == "cpu":
-            try:
+            with contextlib.suppress(IndexError):
                 return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
-            except IndexError:
-                pass
         elif tokens.device.type != "cpu":
             outside = (tokens < 0) | (tokens >= self.vocab_size)  # (b, s)
             h = self.tok_embeddings(tokens.masked_fill(outside, 0))  # (b, s, d)
             return h.masked_fill(outside[..., None], math.nan)  # type: ignore[no-any-return]
-        elif not tokens.numel() or (tokens.min() >= 0 and tokens.max() < self.vocab_size):
+        elif tokens.min() >= 0 and tokens.max() < self.vocab_size:
             return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
-        raise LlamaError(
-            f"tokens holds ids from {int(tokens.min())} to {int(tokens.max())}; ids go from 0 to {self.vocab_size - 1}"
-        )
+        found = f"tokens holds ids from {int(tokens.min())} to {int(tokens.max())}"
+        raise LlamaError(f"{found}; ids go from 0 to {self.vocab_size - 1}")
 
     def attentions(self) -> list[Attention]:
         """The attention of every layer, which is where the cache is."""
@@ -500,23 +497,6 @@ class Transformer(nn.Module):
         positions = start_pos[:, None] + torch.arange(seqlen, device=device)  # (b, s)
         visible = torch.arange(kv_len, device=device) <= positions[:, :, None]  # (b, s, kv_len)
         return start_pos, self.freqs_cis[positions], visible[:, None]
-
-
-def _check_ids(tokens: Any) -> None:
-    """LlamaError unless these are ids (b, s), by all that can be seen without their values."""
-    plain = isinstance(tokens, Tensor) and tokens.layout == torch.strided and tokens.device.type != "meta"
-    if not plain or tokens.ndim != 2 or not tokens.numel() or tokens.dtype not in (torch.int64, torch.int32):
-        found = type(tokens).__name__
-        if isinstance(tokens, Tensor):
-            found = f"{tokens.dtype}, {tokens.layout}, {tuple(tokens.shape)}, on {tokens.device}"
-        raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")
-
-
-def _as_position(start_pos: Any) -> int:
-    position = as_integer(start_pos)
-    if position is None:
-        raise LlamaError(f"start_pos={start_pos!r:.60} must be an integer, or a tensor of one for each row")
-    return position
 
 
 def causal_mask(seqlen: int, start_pos: int, like: Tensor) -> Tensor:

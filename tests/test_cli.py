@@ -300,16 +300,19 @@ def test_the_forms_of_an_option() -> None:
     [
         (
             ["chat", "--sed", "1"],
-            "chat has no option --sed; did you mean '--seed'? it takes --ckpt, --tokenizer, --system, --max_seq_len",
+            r"chat has no option --sed; did you mean '--seed'\? it takes --ckpt, --tokenizer, --system, --max_seq_len",
         ),
-        (["complete", "a", "--temprature=0"], "complete has no option --temprature; did you mean '--temperature'? it"),
+        (
+            ["complete", "a", "--temprature=0"],
+            r"complete has no option --temprature; did you mean '--temperature'\? it",
+        ),
         (
             ["complete", "a", "--max-gen-lem", "1"],
             "complete has no option --max-gen-lem; did you mean '--max_gen_len'?",
         ),
         (
             ["chat", "--max_gen=1"],
-            "chat has no option --max_gen; did you mean '--max_gen_len'? it takes ",
+            r"chat has no option --max_gen; did you mean '--max_gen_len'\? it takes ",
         ),  # never completed by guessing
         (["chat", "-t", "1"], "chat has no option -t; it takes "),
         (["complete", "a", "b"], "unexpected argument 'b': text with spaces needs quotes"),

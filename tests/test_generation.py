@@ -71,12 +71,20 @@ def test_golden_echo(generator: Llama, golden: dict[str, Any]) -> None:
     assert generator.generate(golden["prompts"], 12, temperature=0, echo=True) == (golden["echo"], None)
 
 
+# The figures were drawn with torch 2.13.
+other_draws = pytest.mark.skipif(
+    torch.__version__.startswith("2.5."), reason="torch 2.5 draws other numbers from the same seed"
+)
+
+
+@other_draws
 def test_golden_sampled(generator: Llama, golden: dict[str, Any]) -> None:
     torch.manual_seed(5)
     tokens, logprobs = generator.generate([golden["prompts"][1]], 16, temperature=0.9, top_p=0.8)
     assert (tokens, logprobs) == (golden["one_sampled"], None)
 
 
+@other_draws
 def test_build_draws_nothing_after_the_seed(golden: dict[str, Any]) -> None:
     with build_golden(seed=5) as generator:
         tokens, _ = generator.generate([golden["prompts"][1]], 16, temperature=0.9, top_p=0.8)

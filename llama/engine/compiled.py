@@ -163,9 +163,9 @@ class StaticDecoder:
                 isinstance(layer.packed, Int8Weight) for _, layer in linear_layers(self.model)
             ):
                 options["coordinate_descent_tuning"] = True  # without it int8 is unpacked to memory, at one row too
-            compiled: DecodeStep = torch.compile(step, fullgraph=True, options=options)
             logger.warning("compiling the decode step for %d row(s): once, 10 to 60 s on most machines", rows)
             try:
+                compiled: DecodeStep = torch.compile(step, fullgraph=True, options=options)
                 compiled(ids, start_pos, self._cache_positions(min(KV_BUCKET, self.model.params.max_seq_len)))
             except (RuntimeError, OSError) as error:  # OSError: no place for the compiler's files
                 reason = " ".join(str(error).split())

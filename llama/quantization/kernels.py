@@ -140,6 +140,8 @@ class Int4Weight:
         qvalues = F.pad(qvalues, (0, 0, 0, pad))  # (n', k / 2)
         self._scales = F.pad(scales, (0, 0, 0, 0, 0, pad)).transpose(0, 1).contiguous()  # (groups, n', 2)
         if qvalues.device.type == "cpu":
+            if not hasattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu"):  # torch 2.5
+                raise ValueError(f"int4 on a CPU needs a newer torch than {torch.__version__}: update it, or take int8")
             to_layout, rows = torch.ops.aten._convert_weight_to_int4pack_for_cpu, max(1, CHUNK // k // INT4_ROWS)
             chunks = torch.split(qvalues, rows * INT4_ROWS)  # in chunks, since it takes four bytes for each value
             self._packed = torch.cat([to_layout(unpack_nibbles(chunk).int(), 2) for chunk in chunks])
