@@ -4,6 +4,7 @@ the argument, its value, the limit and the next step.
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from operator import index
 from typing import Any
@@ -165,3 +166,13 @@ def check_id_tensor(tokens: Any) -> None:
         if isinstance(tokens, Tensor):
             found = f"{tokens.dtype}, {tokens.layout}, {tuple(tokens.shape)}, on {tokens.device}"
         raise LlamaError(f"tokens is {found}; it must be a tensor (bsz, seqlen) of ids, torch.int64 or torch.int32")
+
+
+def environment_integer(name: str, default: str) -> int:
+    """A variable as torchrun sets it, an integer from 0 up. LlamaError where it is something else."""
+    text = os.environ.get(name, default)
+    if not text.isdecimal():
+        raise LlamaError(
+            f"the environment says {name}={text!r:.60}, which must be an integer: unset it, or use torchrun"
+        )
+    return int(text)

@@ -1,6 +1,7 @@
 """Text to ids and back, and decoding while ids arrive; what a vocabulary's file is, `vocabulary/` finds out."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from operator import index
 from pathlib import Path
@@ -37,7 +38,7 @@ class Tokenizer:
     """
 
     def __init__(self, model_path: str) -> None:
-        path = Path(model_path).expanduser().absolute()
+        path = Path(os.path.expanduser(model_path)).absolute()  # "~name" stays where there is no such user
         self._take(read_file(path), path, {})
 
     @classmethod

@@ -59,7 +59,7 @@ def _hf(folder: Path) -> dict[str, Tensor]:
     files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
     for name, tensor in (item for path in files for item in container(path).items()):
         ours = _meta_name(name)
-        if ours.endswith(("wq.weight", "wk.weight")):
+        if ours.split(".")[-2] in ("wq", "wk"):  # rows of the matrix, values of the bias
             heads = config["num_attention_heads"]
             heads = heads if "wq" in ours else config.get("num_key_value_heads") or heads
             half = len(tensor) // heads // 2
@@ -74,11 +74,11 @@ def _hf(folder: Path) -> dict[str, Tensor]:
 
 def _meta_name(name: str) -> str:
     """As it is where it is no weight's."""
-    stem = name.removesuffix(".weight")
+    stem, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
     if layer:
-        return f"layers.{layer[1]}.{META_NAMES.get(layer[2], layer[2])}.weight"
-    return META_NAMES.get(stem, stem) + ".weight"
+        return f"layers.{layer[1]}.{META_NAMES.get(layer[2], layer[2])}.{kind}"
+    return f"{META_NAMES.get(stem, stem)}.{kind}"
 
 
 def _llama2c(data: bytes) -> dict[str, Tensor]:

@@ -9,7 +9,9 @@ from typing import Any
 import checkpoint_files as files
 import pytest
 import torch
+from helpers import build_golden
 
+from llama import Tokenizer
 from llama.checkpoint import open_checkpoint, pth, safetensors
 from llama.checkpoint.convert import write_checkpoint
 from llama.checkpoint.source import Source
@@ -124,3 +126,20 @@ def test_links_that_are_no_way_out(tmp_path: Path) -> None:
     (folder / "tokenizer.model").symlink_to(Path(__file__).resolve().parent.parent / "checkpoints/demo/tokenizer.model")
     write_checkpoint(Source(open_checkpoint(folder)), tmp_path / "made", "meta")
     assert {"README.md", "b.txt", "c.txt", "tokenizer.model"} <= {file.name for file in (tmp_path / "made").iterdir()}
+
+
+# ------------------------------------------------------------------------------- names and variables
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/tokenizer.model", "a" * 5000, "x\0y", "b/" * 3000, "\udcff"])
+def test_names_that_no_file_has(name: str) -> None:
+    for read in (Tokenizer, open_checkpoint):
+        with pytest.raises((LlamaError, FileNotFoundError)):
+            read(name)
+
+
+@pytest.mark.parametrize("value", ["", "abc", "-1", "0x1"])
+def test_a_variable_that_is_no_number(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    with pytest.raises(LlamaError, match="LOCAL_WORLD_SIZE=.*must be an integer"):
+        build_golden()

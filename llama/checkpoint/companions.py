@@ -88,11 +88,18 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
     if path is None or path.suffix != ".model":
         return None
     try:
-        data = path.read_bytes()
+        data = read_file(path)
         check_proto(data)
         return SentencePieceProcessor(model_proto=data)
-    except (RuntimeError, OSError, ValueError):
+    except (RuntimeError, OSError, ValueError, LlamaError):
         return None
+
+
+def _is_vocabulary(path: Path) -> bool:
+    try:
+        return bool(Tokenizer(str(path)))
+    except (LlamaError, OSError, ImportError):
+        return False
 
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
@@ -108,7 +115,7 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -
         (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
     elif to_bin and path.suffix == ".model":
         logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
-    elif leads_outside(path) and read_vocabulary(path) is None:
+    elif leads_outside(path) and not _is_vocabulary(path):
         logger.warning("%s is a link out of its folder, to no vocabulary, and is not copied along", path)
     else:
         shutil.copyfile(path, folder / path.name)

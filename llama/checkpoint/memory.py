@@ -1,13 +1,13 @@
 """What a model needs in memory, and whether the device has it."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ..arguments import environment_integer
 from ..errors import LlamaError
 from ..quantization import SCHEMES, head_can_embed, weight_scheme
 from .table import sizes, specs
@@ -132,7 +132,7 @@ def check_memory(
     need = need._replace(graphs=graph_memory(vars(args), ranks, dtype, graph_rows))
     free = free_memory(device)
     cpu = device.type == "cpu"
-    here = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))) if cpu else 1
+    here = min(ranks, environment_integer("LOCAL_WORLD_SIZE", str(ranks))) if cpu else 1
     total = need.total + (merging if cpu else 0)
     if free is None or total * here <= free:
         return

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def _open(given: Any, checkpoint: Checkpoint) -> Any:
             wanted = "tokenizer.model or tokenizer.json"
             raise FileNotFoundError(f"no {wanted} beside {checkpoint.path}: pass tokenizer_path (--tokenizer)")
     elif isinstance(given, (str, Path)):
-        path = _given_path(Path(given).expanduser().absolute())
+        path = _given_path(Path(os.path.expanduser(given)).absolute())
     else:
         return _check_object(given)
     return read_tokenizer(path, checkpoint)

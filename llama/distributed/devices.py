@@ -1,12 +1,12 @@
 """Which device and dtype a rank computes with."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..arguments import environment_integer
 from ..errors import LlamaError
 
 
@@ -26,7 +26,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return chosen
     if not torch.cuda.is_available():
         raise LlamaError(f"device={str(device)!r} was asked for, but torch sees no CUDA GPU; use device='cpu'")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
+    index = environment_integer("LOCAL_RANK", "0") if chosen.index is None else chosen.index
     if index >= torch.cuda.device_count():
         raise LlamaError(
             f"this machine's ranks need GPU number {index}, but it has {torch.cuda.device_count()} GPU(s): start "

@@ -26,7 +26,7 @@ except ImportError as error:
         f"install it with: {sys.executable} -m pip install fairscale"
     ) from error
 
-from ..arguments import check_number
+from ..arguments import check_number, environment_integer
 from ..errors import LlamaError
 
 T = TypeVar("T")
@@ -239,7 +239,7 @@ def initialize_groups(
         try:
             _make_current(device)
             if not dist.is_initialized():
-                _check_size(model_parallel_size, _environment_integer("WORLD_SIZE", "1"))
+                _check_size(model_parallel_size, environment_integer("WORLD_SIZE", "1"))
                 _init_world(backend or ("nccl" if device.type == "cuda" else "gloo"), device, timeout)
                 cls._made_world = True
                 atexit.unregister(_at_exit)  # so that it is registered once, behind torch's own
@@ -283,16 +283,6 @@ def _check_size(size: int | None, world: int) -> None:
         )
 
 
-def _environment_integer(name: str, default: str) -> int:
-    """A variable as torchrun sets it."""
-    text = os.environ.get(name, default)
-    if not text.isdecimal():
-        raise LlamaError(
-            f"the environment says {name}={text!r:.60}, which must be an integer: unset it, or use torchrun"
-        )
-    return int(text)
-
-
 def _duration(timeout: float | datetime.timedelta) -> datetime.timedelta:
     if isinstance(timeout, datetime.timedelta):
         return timeout
@@ -306,7 +296,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
     options: dict[str, Any] = {} if limit is None else {"timeout": limit}
     if backend == "nccl":
         options["device_id"] = device
-    if _environment_integer("WORLD_SIZE", "1") == 1:
+    if environment_integer("WORLD_SIZE", "1") == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -316,7 +306,7 @@ def _init_world(backend: str, device: torch.device, timeout: float | datetime.ti
             f"torchrun, or unset WORLD_SIZE to run on one"
         )
     for name in ("RANK", "MASTER_PORT"):
-        _environment_integer(name, "")
+        environment_integer(name, "")
     try:
         store, this_rank, ranks = _rendezvous(limit)
         # the store outlives our groups: without a prefix of its own a second group would find the first one's ports

@@ -1,5 +1,6 @@
 """Vocabularies by their file: SentencePiece, Llama 3's tiktoken, Hugging Face's tokenizer.json; told by content."""
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ _TIKTOKEN = re.compile(rb"[a-z0-9+/]+=* \d+\r?\n", re.IGNORECASE)
 
 def read_file(path: Path) -> bytes:
     """The bytes of a tokenizer's file, of bounded length. FileNotFoundError, or LlamaError, says what it is instead."""
-    if not path.exists():
+    if not os.path.exists(path):  # False too for a name that no file can have
         raise FileNotFoundError(
             f"no tokenizer at {path}: give the path of the tokenizer.model or tokenizer.json that came with the weights"
         )
