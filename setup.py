@@ -31,6 +31,7 @@ setup(
     cmdclass={"build_py": BuildWithDemo},
     install_requires=(here / "requirements.txt").read_text(encoding="utf-8").split(),
     extras_require={
+        "jinja2": ["jinja2>=3.1.6"],  # a checkpoint's own chat template
         "tiktoken": ["tiktoken>=0.7"],  # Llama 3's tokenizer.model
         "tokenizers": ["tokenizers>=0.19"],  # Hugging Face's tokenizer.json
         "dev": [
@@ -41,6 +42,7 @@ setup(
             "types-tqdm",
             "numpy",
             "safetensors>=0.4.3",
+            "jinja2>=3.1.6",
             "transformers>=4.45",
             "peft>=0.17",
             "protobuf",

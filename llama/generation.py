@@ -4,12 +4,12 @@ import datetime
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from typing_extensions import NotRequired, Self, Unpack
+from typing_extensions import Self, Unpack
 
 from . import checkpoint as checkpoints
 from . import distributed, scoring
@@ -19,7 +19,6 @@ from .chat import (
     B_SYS,
     E_INST,
     E_SYS,
-    LLAMA2,
     SPECIAL_TAGS,
     UNSAFE_ERROR,
     ChatFormat,
@@ -27,15 +26,30 @@ from .chat import (
     Message,
     Role,
     encode_dialog,
+    pick_format,
 )
 from .engine.cache import cache_state
 from .engine.compiled import StaticDecoder, compile_model, graph_rows
-from .engine.options import Options, check_options, make_request, prompt_budget
+from .engine.dialogs import chat_answers, chat_prompts
+from .engine.options import Options, as_published, check_options, make_request, prompt_budget, with_details
 from .engine.request import Request, Step
-from .engine.results import Stream, collect, details, refusal, refused_stream, stream_steps, stream_text, texts
+from .engine.results import (
+    ChatPrediction,
+    CompletionPrediction,
+    Stream,
+    collect,
+    details,
+    refusal,
+    refused_stream,
+    stream_steps,
+    stream_text,
+    texts,
+)
 from .engine.sampling import sample_top_p
 from .engine.scheduler import Scheduler
+from .engine.text import encode_all, encode_prompt
 from .errors import LlamaError
+from .infilling import InfillingPrediction, infill
 from .model import ModelArgs, Transformer, fs_init  # noqa: F401
 from .tokenizer import Tokenizer, ids_without_piece  # noqa: F401
 from .tokenizer import stop_ids as stop_ids_of
@@ -50,6 +64,7 @@ __all__ = [
     "ChatPrediction",
     "CompletionPrediction",
     "Dialog",
+    "InfillingPrediction",
     "Llama",
     "Message",
     "Options",
@@ -66,31 +81,6 @@ logger = logging.getLogger("llama")
 get_model_parallel_rank = fs_init.get_model_parallel_rank
 initialize_model_parallel = fs_init.initialize_model_parallel
 model_parallel_is_initialized = fs_init.model_parallel_is_initialized
-
-
-class CompletionPrediction(TypedDict):
-    """One result of `text_completion`; what follows "generation" is there when it was asked for."""
-
-    generation: str
-    tokens: NotRequired[list[str]]
-    logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
-    finish_reason: NotRequired[str]
-    prompt_tokens: NotRequired[int]
-    completion_tokens: NotRequired[int]
-
-
-class ChatPrediction(TypedDict):
-    """One result of `chat_completion`; what follows "generation" is there when it was asked for."""
-
-    generation: Message
-    tokens: NotRequired[list[str]]
-    logprobs: NotRequired[list[float]]
-    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
-    finish_reason: NotRequired[str]
-    prompt_tokens: NotRequired[int]
-    completion_tokens: NotRequired[int]
-    dropped: NotRequired[int]  # messages that `drop_oldest` left out
 
 
 class Llama:
@@ -120,6 +110,7 @@ class Llama:
         compile: bool = False,
         lora: str | Sequence[str] | None = None,
         lora_scale: float | Sequence[float] = 1.0,
+        chat_format: str | ChatFormat | None = None,
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
 
@@ -129,7 +120,9 @@ class Llama:
         "int8-dynamic" (llama/quantization) holds the layers' weights in fewer bytes; `compile` decodes in compiled
         static shapes (engine/compiled.py), slow to start and fast from then on; with either the packed layers' `weight`
         is None. `lora`, the folder of a PEFT adapter or several, is merged while loading, times `lora_scale` (one, or
-        one each). Seeds torch's global generator with `seed`. LlamaError and FileNotFoundError on every rank alike.
+        one each). `chat_format` names one of llama/chat ("llama2", "llama3", "chatml", "template") or is an object of
+        yours; None takes the checkpoint's own template, else what the vocabulary tells. Seeds torch's global generator
+        with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
         start = time.time()
         compile, seed = check_flag("compile", compile), check_integer("seed", seed, -(2**63), "an integer of 64 bits")
@@ -139,11 +132,11 @@ class Llama:
             with distributed.raise_on_all_ranks("loading"):
                 checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
-                sizes: dict[str, Any] = _check_sizes(max_batch_size, max_seq_len)
-                sizes["graph_rows"] = graph_rows(place, **sizes) if compile else ()
-                sizes["vocab_size"], kind = getattr(tokenizer, "n_words", 1), distributed.pick_dtype(dtype, place)
-                model = checkpoints.load_model(checkpoint, **sizes, device=place, dtype=kind, quantize=quantize)
-                generator = Llama(model, tokenizer, decoder=compile_model(model) if compile else None, groups=groups)
+                chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
+                rows, window = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)
+                model = _load_model(checkpoint, tokenizer, window, rows, place, dtype, quantize, compile)
+                decoder = compile_model(model) if compile else None
+                generator = Llama(model, tokenizer, decoder=decoder, chat_format=chat, groups=groups)
             checkpoints.compare_ranks(checkpoint, model, tokenizer, quantize=quantize, compile=compile)
             torch.manual_seed(seed)
         except BaseException:
@@ -158,13 +151,13 @@ class Llama:
         tokenizer: Any,
         *,
         decoder: StaticDecoder | None = None,
-        chat_format: ChatFormat = LLAMA2,
+        chat_format: str | ChatFormat | None = None,
         groups: distributed.ProcessGroups | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.decoder = decoder  # decodes in compiled static shapes
-        self.chat_format = chat_format
+        self.chat_format = pick_format(chat_format, tokenizer)
         self._groups = groups  # closed with the generator
         cache_state(self)  # which notes the process
 
@@ -274,29 +267,21 @@ class Llama:
         prompt + generation reads right; further options as in `Options`. Errors as in `generate`.
         """
         listed = check_list("prompts", prompts, "texts")
-        prompt_tokens = [self._encode_prompt(row, text) for row, text in enumerate(listed)]
+        prompt_tokens = [encode_prompt(self.tokenizer, row, text) for row, text in enumerate(listed)]
         given, keep_space = check_options(options), check_flag("keep_space", keep_space)
         results = self.generate(
             prompt_tokens=prompt_tokens,
-            max_gen_len=_as_published(self.model.params, max_gen_len),
+            max_gen_len=as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
             echo=echo,
-            **_with_details(given),
+            **with_details(given),
         )
         return [
             {"generation": text, **extras}  # type: ignore[typeddict-item]
             for text, extras in texts(self.tokenizer, results, given, keep_space, prompt_tokens if echo else None)
         ]
-
-    def _encode_prompt(self, row: int, prompt: Any) -> list[int]:
-        text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
-        if text.endswith(" "):
-            logger.warning(
-                "prompt %d ends in a space: the next token usually brings its own, so text may read worse", row
-            )
-        return self.tokenizer.encode(text, bos=True, eos=False)  # type: ignore[no-any-return]
 
     def stream_text(
         self,
@@ -311,7 +296,7 @@ class Llama:
         """`text_completion` of one prompt in chunks: joined, they are its "generation" for the same seed."""
         text = check_text("prompt", prompt, "stream_text takes one text")
         settings = {"temperature": temperature, "top_p": top_p, **options}
-        return self.stream_prompt(self._encode_prompt(0, text), max_gen_len, keep_space, settings)
+        return self.stream_prompt(encode_prompt(self.tokenizer, 0, text), max_gen_len, keep_space, settings)
 
     def stream_prompt(
         self, prompt: list[int] | None, max_gen_len: int | None, keep_space: bool, settings: Any, reuse: bool = False
@@ -325,6 +310,24 @@ class Llama:
         if prompt is None:
             return refused_stream(UNSAFE_ERROR)
         return stream_text(self.tokenizer, steps, given.get("stop", ()), keep_space)
+
+    def text_infilling(
+        self,
+        prefixes: list[str],
+        suffixes: list[str],
+        temperature: float = 0.6,
+        top_p: float = 0.9,
+        max_gen_len: int | None = None,
+        logprobs: bool = False,
+        suffix_first: bool = False,
+        **options: Unpack[Options],
+    ) -> list[InfillingPrediction]:
+        """What stands between each prefix and suffix, by a Code Llama: `{"generation": str, "full_text": str}`, with
+        `logprobs` also "tokens" (pieces) and "logprobs"; it ends at the piece ▁<EOT>. `suffix_first` shows the model
+        the suffix before the prefix. LlamaError where the vocabulary lacks the pieces, and as in `generate`.
+        """
+        settings = {"temperature": temperature, "top_p": top_p, "logprobs": logprobs, **options}
+        return infill(self, prefixes, suffixes, suffix_first, max_gen_len, settings)
 
     # -------------------------------------------------------------------------------------- chat
 
@@ -346,29 +349,22 @@ class Llama:
         """
         listed = check_list("dialogs", dialogs, "dialogs, each a list of messages")
         given, keep_space = check_options(options), check_flag("keep_space", keep_space)
-        for i, dialog in enumerate(listed):
-            self.chat_format.check(dialog, i)
-        safe = [i for i, dialog in enumerate(listed) if not self.chat_format.is_unsafe(dialog, self.tokenizer)]
-        dropped = dict.fromkeys(safe, 0)
-        for i in safe if check_flag("drop_oldest", drop_oldest) else ():
-            budget = prompt_budget(self.model.params.max_seq_len, max_gen_len)
-            listed[i], dropped[i] = self.chat_format.truncate(self.tokenizer, listed[i], budget)
-        prompts = [self.chat_format.encode(self.tokenizer, listed[i], i) for i in safe]
+        window = self.model.params.max_seq_len
+        budget = prompt_budget(window, max_gen_len) if check_flag("drop_oldest", drop_oldest) else None
+        prompts, dropped = chat_prompts(self.chat_format, self.tokenizer, listed, budget)
         if not prompts:  # the settings are checked all the same
             self._schedule([], max_gen_len, False, temperature=temperature, top_p=top_p, logprobs=logprobs, **given)
             return [refusal(UNSAFE_ERROR, logprobs, given) for _ in listed]
         results = self.generate(
-            prompt_tokens=prompts,
-            max_gen_len=_as_published(self.model.params, max_gen_len),
+            prompt_tokens=list(prompts.values()),
+            max_gen_len=as_published(self.model.params, max_gen_len),
             temperature=temperature,
             top_p=top_p,
             logprobs=logprobs,
-            **_with_details(given),
+            **with_details(given),
         )
-        answers: dict[int, Any] = {}
-        for i, (text, extras) in zip(safe, texts(self.tokenizer, results, given, keep_space), strict=True):
-            counted = {"dropped": dropped[i]} if drop_oldest and given.get("details") else {}
-            answers[i] = {"generation": {"role": "assistant", "content": text}, **extras, **counted}
+        found = dict(zip(prompts, texts(self.tokenizer, results, given, keep_space), strict=True))
+        answers = chat_answers(found, dropped if given.get("details") else {})
         return [answers[i] if i in answers else refusal(UNSAFE_ERROR, logprobs, given) for i in range(len(listed))]
 
     def stream_chat(
@@ -397,7 +393,7 @@ class Llama:
 
         `prefill_chunk` as in `Options`. LlamaError for what cannot be a prompt.
         """
-        return scoring.score(self.generate, _encode_all(self.tokenizer, prompts), prefill_chunk)
+        return scoring.score(self.generate, encode_all(self.tokenizer, prompts), prefill_chunk)
 
     def hidden_states(
         self,
@@ -423,35 +419,37 @@ class Llama:
         `prefill_chunk` as in `Options`. LlamaError for another `pooling` than "mean" and "last".
         """
         scoring.check_pooling(pooling)
-        states = self.hidden_states(_encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
+        states = self.hidden_states(encode_all(self.tokenizer, texts), layers=[-1], prefill_chunk=prefill_chunk)
         return scoring.embed(states, pooling, self.model.params.dim)
 
 
-def _check_sizes(max_batch_size: Any, max_seq_len: Any) -> dict[str, int]:
-    sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len}
-    return {name: check_size(name, size) for name, size in sizes.items()}
+def _load_model(
+    checkpoint: Any,
+    tokenizer: Any,
+    window: int,
+    rows: int,
+    place: torch.device,
+    dtype: Any,
+    quantize: Any,
+    compile: bool,
+) -> Transformer:
+    return checkpoints.load_model(
+        checkpoint,
+        vocab_size=getattr(tokenizer, "n_words", 1),
+        max_seq_len=window,
+        max_batch_size=rows,
+        device=place,
+        dtype=distributed.pick_dtype(dtype, place),
+        quantize=quantize,
+        graph_rows=graph_rows(place, rows, window) if compile else (),
+    )
 
 
 def _check_ranks(size: Any) -> int | None:
     return None if size is None else check_size("model_parallel_size", size)
 
 
-def _as_published(params: Any, max_gen_len: int | None) -> int:
-    """What the published completions hand to `generate` where no length is given."""
-    return int(params.max_seq_len) - 1 if max_gen_len is None else max_gen_len
-
-
-def _encode_all(tokenizer: Any, prompts: Any) -> list[list[int]]:
-    listed = check_list("prompts", prompts, "texts or of lists of token ids")
-    return [tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in listed]
-
-
 def _check_prompts(params: Any, prompt_tokens: Any) -> list[list[int]]:
     vocab_size = getattr(params, "vocab_size", -1)
     known = isinstance(vocab_size, int) and vocab_size > 0
     return check_prompts(prompt_tokens, int(params.max_seq_len), vocab_size if known else None)
-
-
-def _with_details(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; alternatives come with the details."""
-    return {**options, "details": True} if options.get("top_logprobs") else options

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama import Llama, LlamaError, ModelArgs, Transformer
 from llama import distributed as parallel
+from llama.chat import TemplateFormat
 from llama.checkpoint import load, open_checkpoint
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
@@ -130,6 +131,16 @@ def completions() -> Any:
         pieces = list(generator.stream_text("river stone", temperature=0, max_gen_len=10))
         assert "".join(pieces) == golden()["text"][0]["generation"]
     return text
+
+
+@check
+def chat_by_template() -> Any:
+    """A checkpoint's own template, rendered by each rank for itself."""
+    template = "{% for m in messages %}{{ bos_token + m.role + ': ' + m.content }}{% endfor %}"
+    dialog: Any = [{"role": "user", "content": "bird </s>"}]
+    with build() as generator:
+        generator.chat_format = TemplateFormat(template, generator.tokenizer)
+        return generator.chat_completion([dialog], temperature=0, max_gen_len=9)
 
 
 @check

@@ -916,7 +916,7 @@ def build_with(folder: Path, **params: Any) -> Llama:
 
 
 def test_params_json(folder: Path, golden: dict[str, Any]) -> None:
-    for key in ("use_scaled_rope", "typo"):
+    for key in ("use_qk_norm", "typo"):
         with pytest.raises(LlamaError, match=key):
             build_with(folder, **{key: True})
     with build_with(folder, vocab_size=7) as generator:  # overruled by the tokenizer, whatever it says

@@ -23,6 +23,7 @@ from helpers import StubModel, StubTokenizer, build_golden
 import llama.distributed
 import llama.model
 from llama import Llama, ModelArgs
+from llama.chat import TemplateFormat, pick_format
 from llama.checkpoint import memory as memories
 from llama.checkpoint import open_checkpoint
 
@@ -144,6 +145,40 @@ def tags(patch: pytest.MonkeyPatch, folder: Path) -> str:
 def roles(patch: pytest.MonkeyPatch, folder: Path) -> None:
     dialog: Any = [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Are you there?"}]
     Llama(StubModel(), StubTokenizer()).chat_completion([dialog])
+
+
+def _by_template(template: str, dialog: list[tuple[str, str]]) -> None:
+    tokenizer: Any = type("Marks", (StubTokenizer,), {"special_ids": {"</s>": 96}})()
+    messages = [{"role": role, "content": content} for role, content in dialog]
+    TemplateFormat(template, tokenizer).encode(tokenizer, messages)  # type: ignore[arg-type]
+
+
+@message
+def guessed(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    pick_format(None, StubTokenizer(), guessed_for=str(folder))
+
+
+@message
+def jinja2(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setitem(sys.modules, "jinja2", None)
+    patch.setattr(sys, "executable", "/usr/bin/python3")
+    _by_template("{{ messages }}", [("user", "Hi")])
+
+
+@message
+def refuses(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    rule = "{% if messages[1] %}{{ raise_exception('users and assistants take turns') }}{% endif %}"
+    _by_template(rule, [("user", "Hi"), ("user", "Are you there?")])
+
+
+@message
+def together(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    _by_template("{% set s = 's' %}{{ messages[0].content[1:] ~ '</' ~ s ~ '>' }}", [("user", "</s></s>")])
+
+
+@message
+def infilling(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    Llama(StubModel(), StubTokenizer()).text_infilling(["def "], ["return"])
 
 
 @message

@@ -37,6 +37,7 @@ def chat(
     compile: bool = False,
     lora: list[str] | None = None,
     lora_scale: list[float] | None = None,
+    chat_format: str | None = None,
 ) -> None:
     """Chat with a model, line by line, at a terminal or through a pipe.
 
@@ -59,9 +60,10 @@ def chat(
         compile: Compile the decoding step: slower to start, then faster.
         lora: The folder of a LoRA adapter to merge while loading; may be given several times.
         lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
+        chat_format: llama2, llama3, chatml or template (the checkpoint's own); by default what suits the checkpoint.
     """
     build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "timeout": _WEEK}
-    build |= adapters(lora, lora_scale)
+    build |= {"chat_format": chat_format, **adapters(lora, lora_scale)}
     with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
         conversation = Conversation(generator, system)
         for line in _lines():

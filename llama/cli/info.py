@@ -16,6 +16,7 @@ from ..checkpoint.mapping import raw_bytes
 from ..checkpoint.memory import count_parameters, gigabytes, memory_estimate
 from ..checkpoint.source import DTYPES
 from ..checkpoint.table import sizes
+from ..checkpoint.templates import describe_format
 from ..checkpoint.tokenizers import describe_tokenizer
 from ..errors import LlamaError
 from .output import printable
@@ -81,6 +82,7 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *(("adapter", f"{adapter.path} ({adapter.summary})") for adapter in checkpoint.adapters),
         ("family", family(checkpoint)),
         ("tokenizer", describe_tokenizer(checkpoint)),
+        ("chat format", describe_format(checkpoint)),
         ("parameters", f"{count:,}"),
         ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
         ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),

@@ -93,6 +93,16 @@ def make_request(
     )
 
 
+def as_published(params: Any, max_gen_len: int | None) -> int:
+    """What the published completions hand to `generate` where no length is given."""
+    return int(params.max_seq_len) - 1 if max_gen_len is None else max_gen_len
+
+
+def with_details(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; alternatives come with the details."""
+    return {**options, "details": True} if options.get("top_logprobs") else options
+
+
 def prompt_budget(max_seq_len: int, max_gen_len: int | None) -> int:
     """Tokens that a dialog may have so that its answer fits: a quarter of the window unless a length is given."""
     quarter = max_seq_len - max(1, max_seq_len // 4)

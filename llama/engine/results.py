@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
-from typing_extensions import Self
+from typing_extensions import NotRequired, Self
 
+from ..chat import Message
 from ..errors import LlamaError
 from .cache import cache_state
 from .request import Request, RowState, Step
@@ -14,6 +15,31 @@ from .scheduler import Scheduler
 from .text import decode_each, decode_tokens, text_chunks
 
 T = TypeVar("T")
+
+
+class CompletionPrediction(TypedDict):
+    """One result of `text_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: str
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+
+
+class ChatPrediction(TypedDict):
+    """One result of `chat_completion`; what follows "generation" is there when it was asked for."""
+
+    generation: Message
+    tokens: NotRequired[list[str]]
+    logprobs: NotRequired[list[float]]
+    top_logprobs: NotRequired[list[list[tuple[str, float]]]]
+    finish_reason: NotRequired[str]
+    prompt_tokens: NotRequired[int]
+    completion_tokens: NotRequired[int]
+    dropped: NotRequired[int]  # messages that `drop_oldest` left out
 
 
 def completion_length(row: RowState, request: Request) -> int:

@@ -1,9 +1,13 @@
-"""From ids to text while they arrive, up to the first stop string."""
+"""From texts to ids, and back while they arrive, up to the first stop string."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..arguments import check_list, check_text
 from ..tokenizer import StreamDecoder
+
+logger = logging.getLogger("llama")
 
 
 class StopFilter:
@@ -104,3 +108,17 @@ def decode_each(tokenizer: Any, tokens: Sequence[int], keep_space: bool, alone: 
     decoder = StreamDecoder(tokenizer, keep_space=True)
     texts = [decoder.put(token) for token in tokens]
     return [*texts[:-1], texts[-1] + decoder.end()] if texts else []
+
+
+def encode_prompt(tokenizer: Any, row: int, prompt: Any) -> list[int]:
+    """The ids of `text_completion`'s prompt; a log line where it ends in a space. LlamaError for what is no text."""
+    text = check_text(f"prompt {row}", prompt, "text_completion takes texts (ids: generate)")
+    if text.endswith(" "):
+        logger.warning("prompt %d ends in a space: the next token usually brings its own, so text may read worse", row)
+    return tokenizer.encode(text, bos=True, eos=False)  # type: ignore[no-any-return]
+
+
+def encode_all(tokenizer: Any, prompts: Any) -> list[list[int]]:
+    """The ids of texts with BOS; lists of ids as they are."""
+    listed = check_list("prompts", prompts, "texts or of lists of token ids")
+    return [tokenizer.encode(p, bos=True, eos=False) if isinstance(p, str) else p for p in listed]

@@ -1,50 +1,14 @@
-"""Dialogs to ids: one object per chat format. Llama 2's is the one there is, with its guard against special tags."""
+"""Llama 2's chat format, as published, with its guard against special tags."""
 
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import Any
 
-from .errors import LlamaError
-
-Role: TypeAlias = Literal["system", "user", "assistant"]
-
-
-class Message(TypedDict):
-    """One turn of a dialog: who speaks, and the text."""
-
-    role: Role
-    content: str
-
-
-Dialog: TypeAlias = list[Message]
+from ..errors import LlamaError
+from .dialog import Dialog, check_messages, check_not_empty
 
 B_INST, E_INST = "[INST]", "[/INST]"
 B_SYS, E_SYS = "<<SYS>>\n", "\n<</SYS>>\n\n"
 SPECIAL_TAGS = [B_INST, E_INST, "<<SYS>>", "<</SYS>>"]
 UNSAFE_ERROR = "Error: special tags are not allowed as part of the prompt."
-
-
-class ChatFormat(Protocol):
-    """How the dialogs of a family of models become ids; belongs to a checkpoint."""
-
-    stop_ids: frozenset[int]  # that end an answer, beside the tokenizer's
-
-    def check(self, dialog: Any, index: int = 0) -> None:
-        """LlamaError, naming dialog `index` and the message, unless the dialog can be answered."""
-        ...
-
-    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
-        """Whether a checked dialog holds text that could pose as another turn, as it is or as `tokenizer` reads it."""
-        ...
-
-    def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
-        """The prompt's ids. LlamaError as in `check`, and for an unsafe dialog. The dialog is not changed."""
-        ...
-
-    def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
-        """The dialog without the oldest turns that do not fit in `budget` tokens, and how many messages were dropped.
-
-        The system text and the last question stay, also where they alone are too long. Errors as in `encode`.
-        """
-        ...
 
 
 class Llama2Format:
@@ -54,26 +18,22 @@ class Llama2Format:
 
     def check(self, dialog: Any, index: int = 0) -> None:
         """As `ChatFormat.check`: [system,] user, assistant, user, ..., user."""
-        where = f"dialog {index}"
-        if not isinstance(dialog, (list, tuple)):
-            raise LlamaError(f"{where} is a {type(dialog).__name__}; it must be a list of messages")
-        for i, message in enumerate(dialog):
-            _check_message(message, f"{where}, message {i}")
+        check_messages(dialog, index)
+        check_not_empty(dialog, index)
         roles = [message["role"] for message in dialog]
         first = 1 if roles[:1] == ["system"] else 0
-        if len(roles) == first:
-            what = "has a system message only" if first else "is empty"
-            raise LlamaError(f"{where} {what}: it needs a message of the user to answer")
+        if len(roles) == first == 1:
+            raise LlamaError(f"dialog {index} has a system message only: it needs a message of the user to answer")
         for i, role in enumerate(roles[first:], first):
             expected = "user" if (i - first) % 2 == 0 else "assistant"
             if role != expected:
                 raise LlamaError(
-                    f"{where}, message {i}: role is {role!r}, expected {expected!r}: "
+                    f"dialog {index}, message {i}: role is {role!r}, expected {expected!r}: "
                     f"after an optional system message, user and assistant take turns, the user first"
                 )
         if roles[-1] != "user":
             raise LlamaError(
-                f"{where}, message {len(roles) - 1}: the last message must be from the user, not assistant"
+                f"dialog {index}, message {len(roles) - 1}: the last message must be from the user, not assistant"
             )
 
     def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
@@ -139,15 +99,3 @@ def _normalized(tokenizer: Any, text: str) -> str:
     except UnicodeError:
         return text
     return text if normalize is None else str(normalize(text))
-
-
-def _check_message(message: Any, where: str) -> None:
-    """Anything with `message["role"]` and `message["content"]` is a message."""
-    try:
-        role, content = message["role"], message["content"]
-    except (TypeError, KeyError, IndexError, AttributeError):
-        raise LlamaError(f'{where} is {message!r:.60}; it must be a dict with "role" and "content"') from None
-    if not isinstance(role, str) or role not in ("system", "user", "assistant"):
-        raise LlamaError(f"{where}: role {role!r:.60} is not 'system', 'user' or 'assistant'")
-    if not isinstance(content, str):
-        raise LlamaError(f"{where}: content is a {type(content).__name__}, it must be a str")
