@@ -45,6 +45,7 @@ setup(
             "gguf>=0.13",
             "jinja2>=3.1.6",
             "transformers>=4.45",
+            "peft>=0.17",
             "protobuf",
             "tiktoken>=0.7",
             "tokenizers>=0.19",

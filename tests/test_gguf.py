@@ -9,6 +9,7 @@ from typing import Any
 
 import checkpoint_files as files
 import gguf
+import lora_files
 import numpy as np
 import pytest
 import torch
@@ -467,6 +468,23 @@ def test_quantized_from_any_type(tmp_path: Path, kind: str, scheme: str) -> None
         values = checkpoint.read(f"layers.1.{name}.weight")
         worst = (packed.dense() - values).abs().amax(1) / values.abs().amax(1)
         assert worst.max() < (0.01 if scheme == "int8" else 0.006 if kind == "Q4_0" else 0.2)
+
+
+def test_adapters_over_blocks(tmp_path: Path) -> None:
+    """Merged with what was unpacked, then quantized: codes are kept of unchanged matrices alone."""
+    weights, kinds = files.weights(WIDE), {"norm.weight": "F32", ".weight": "Q4_0"}
+    path, tensors = (
+        files.write_gguf(tmp_path / "x.gguf", weights, WIDE, kinds),
+        lora_files.matrices(weights, ["q_proj"]),
+    )
+    folder = lora_files.write_adapter(tmp_path / "lora", tensors, target_modules=["q_proj"])
+    plain, changed = open_checkpoint(path), open_checkpoint(path, lora=str(folder))
+    values = {name: plain.read(name) for name in plain.names()}
+    wanted = lora_files.merged(values, tensors, WIDE, lora_files.default_scale())
+    assert all(torch.equal(changed.read(name), wanted[name]) for name in changed.names())
+    assert not torch.equal(wanted["layers.0.attention.wq.weight"], values["layers.0.attention.wq.weight"])
+    for name, kept in (("wq", False), ("wk", True)):
+        assert (changed.quantized_shard(f"layers.0.attention.{name}.weight", scheme="int4") is not None) is kept
 
 
 # -------------------------------------------------------------------------------------- conversion

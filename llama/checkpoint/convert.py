@@ -83,7 +83,7 @@ def _tie_equal(checkpoint: Checkpoint) -> None:
     """
     names = ("output.weight", "tok_embeddings.weight")
     head, embedding = (checkpoint.weights[name] for name in names)
-    if checkpoint.format != "meta" or checkpoint.tied:
+    if checkpoint.format != "meta" or checkpoint.tied or head.changes or embedding.changes:
         return
     if isinstance(head.codec, META_CODECS):
         values = checkpoint.read("tok_embeddings.weight")
@@ -137,6 +137,7 @@ def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> tuple[in
         *checkpoint.files,
         *([old] if old.is_file() else old.iterdir()),
         *filter(None, [checkpoint.tokenizer_path]),
+        *(file for adapter in checkpoint.adapters for file in adapter.path.iterdir()),
     ]
     if inside := [path.name for path in sources if new in path.resolve().parents]:
         raise LlamaError(f"{first_few(inside)} of {checkpoint.path} are links into {target}: give another path")
