@@ -108,6 +108,8 @@ class Llama:
         timeout: float | datetime.timedelta | None = None,
         quantize: str | None = None,
         compile: bool = False,
+        lora: str | Sequence[str] | None = None,
+        lora_scale: float | Sequence[float] = 1.0,
         chat_format: str | ChatFormat | None = None,
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
@@ -117,7 +119,8 @@ class Llama:
         (seconds) bounds each wait for other ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or
         "int8-dynamic" (llama/quantization) holds the layers' weights in fewer bytes; `compile` decodes in compiled
         static shapes (engine/compiled.py), slow to start and fast from then on; with either the packed layers' `weight`
-        is None. `chat_format` names one of llama/chat ("llama2", "llama3", "chatml", "template") or is an object of
+        is None. `lora`, the folder of a PEFT adapter or several, is merged while loading, times `lora_scale` (one, or
+        one each). `chat_format` names one of llama/chat ("llama2", "llama3", "chatml", "template") or is an object of
         yours; None takes the checkpoint's own template, else what the vocabulary tells. Seeds torch's global generator
         with `seed`. LlamaError and FileNotFoundError on every rank alike.
         """
@@ -127,7 +130,7 @@ class Llama:
         groups = distributed.initialize_groups(_check_ranks(model_parallel_size), place, backend, timeout)
         try:
             with distributed.raise_on_all_ranks("loading"):
-                checkpoint = checkpoints.open_checkpoint(ckpt_dir)
+                checkpoint = checkpoints.open_checkpoint(ckpt_dir, lora, lora_scale)
                 tokenizer = checkpoints.open_tokenizer(tokenizer_path or None, checkpoint)
                 chat = checkpoints.choose_format(chat_format, checkpoint, tokenizer)
                 rows, window = check_size("max_batch_size", max_batch_size), check_size("max_seq_len", max_seq_len)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import reference
 import torch
 from safetensors.torch import save_file
@@ -175,3 +177,72 @@ def write_training(path: Path, tensors: Mapping[str, Tensor], params: Mapping[st
     extra = {"optimizer": {"state": {}}, "iter_num": 3, "best_val_loss": torch.tensor(1.0), "config": {"lr": 1e-3}}
     torch.save({"model": model, "model_args": {**args, "max_seq_len": 24, "dropout": 0.0}, **extra}, path)
     return path
+
+
+GGUF_NAMES = {"tok_embeddings": "token_embd", "norm": "output_norm", "output": "output"}
+GGUF_NAMES |= {"attention.wq": "attn_q", "attention.wk": "attn_k", "attention.wv": "attn_v"}
+GGUF_NAMES |= {"attention.wo": "attn_output", "attention_norm": "attn_norm", "ffn_norm": "ffn_norm"}
+GGUF_NAMES |= {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name for a key of Meta's; others as they are."""
+    base, _, kind = name.rpartition(".")
+    if not base.startswith("layers."):
+        return f"{GGUF_NAMES.get(base, base)}.{kind}"
+    _, layer, rest = base.split(".", 2)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
+
+
+def write_gguf(
+    path: Path, tensors: Mapping[str, Tensor], params: Mapping[str, Any] = GQA, kinds: Mapping[str, str] | None = None,
+    split: int = 0, **settings: Any,
+) -> Path:  # fmt: skip
+    """By the package gguf's writer: q and k as Meta has them. `kinds`: type by the end of Meta's key, else float32.
+
+    `settings` are further metadata: `llama__context_length=24` is the key llama.context_length; None leaves one out.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=split)
+    stated = {
+        "llama__block_count": params["n_layers"],
+        "llama__context_length": 24,
+        "llama__embedding_length": params["dim"],
+        "llama__feed_forward_length": reference.ffn_width(params),
+        "llama__attention__head_count": params["n_heads"],
+        "llama__attention__head_count_kv": params["n_kv_heads"],
+        "llama__attention__layer_norm_rms_epsilon": 1e-5,
+    }
+    for key, value in {**stated, **settings}.items():
+        key = key.replace("__", ".")
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        if value is not None:
+            add.get(type(value), writer.add_array)(key, value)
+    for name, tensor in tensors.items():
+        kind = next((kind for end, kind in (kinds or {}).items() if name.endswith(end)), "F32")
+        data, name = gguf_data(tensor, kind), gguf_name(name)
+        writer.add_tensor(name, data, raw_dtype=None if kind == "F32" else gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_data(tensor: Tensor, kind: str) -> Any:
+    """The values in ggml's blocks; of the K types, which gguf cannot make, random blocks of about the right size."""
+    which, values = gguf.GGMLQuantizationType[kind], tensor.float().numpy()
+    if not kind.endswith("_K"):
+        return gguf.quants.quantize(values, which)
+    block, size = gguf.GGML_QUANT_SIZES[which]
+    rng = np.random.default_rng(tensor.numel())
+    data = rng.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(1e-4).tobytes(), np.uint8)
+    for at in (208,) if kind == "Q6_K" else (0, 2):
+        data[..., at : at + 2] = scale
+    return data.reshape(*values.shape[:-1], -1)
+
+
+def gguf_values(data: Any, kind: str) -> Tensor:
+    """What gguf makes of the blocks."""
+    return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).copy())

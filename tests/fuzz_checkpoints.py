@@ -31,6 +31,7 @@ from llama import Tokenizer
 from llama.checkpoint import open_checkpoint
 from llama.checkpoint.pth import read_pth
 from llama.checkpoint.safetensors import read_safetensors
+from llama.checkpoint.tokenizers import open_tokenizer
 from llama.errors import LlamaError
 from llama.quantization.codecs import quantize_int4, quantize_int8
 
@@ -132,7 +133,7 @@ def targets(folder: Path) -> list[Target]:
     pieces = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(b"<0x%02X>" % byte for byte in range(256)), b" ", b"a", b" a", b"b"]
     entries = (len(piece).to_bytes(4, "little") + piece for piece in pieces)
     singles[-1].write_bytes(b"\7\0\0\0" + b"".join(b"\0\0\0\0" + entry for entry in entries))
-    return [*found, *(Target(path, path) for path in singles)]
+    return [*found, *(Target(path, path) for path in singles), *_ggufs(folder)]
 
 
 def _quantized(folder: Path, weights: Mapping[str, Tensor], params: Mapping[str, Any], scheme: str) -> Target:
@@ -147,6 +148,37 @@ def _quantized(folder: Path, weights: Mapping[str, Tensor], params: Mapping[str,
     path = files.write_meta(folder, weights, params) / "consolidated.00.pth"
     torch.save(made, path)
     return Target(folder, path)
+
+
+def _ggufs(folder: Path) -> list[Target]:
+    """A file of blocks of 32 with a SentencePiece vocabulary, and one of blocks of 256 with a BPE one; one of a split set."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a", "b"]
+    types = [2, 3, 3, *[6] * 256, 1, 1, 1, 1]
+    sp = {"model": "llama", "tokens": pieces, "scores": [-float(i) for i in range(len(pieces))], "token_type": types}
+    alphabet = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 324))]
+    bpe = {"model": "gpt2", "pre": "llama-bpe", "tokens": [*alphabet, "ab", "abc", "<|end|>"]}
+    bpe |= {
+        "token_type": [*[1] * (len(alphabet) + 2), 3],
+        "merges": ["a b", "ab c"],
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+    }
+    small, wide = (
+        {**files.GQA, "vocab_size": 24},
+        {**files.GQA, "vocab_size": 24, "dim": 256, "n_layers": 1, "multiple_of": 256},
+    )
+    kinds = {"wq.weight": "Q4_0", "wk.weight": "Q4_1", "wv.weight": "Q5_0", "wo.weight": "Q5_1", "w1.weight": "Q8_0"}
+    k_kinds = {"wq.weight": "Q4_K", "wk.weight": "Q5_K", "wv.weight": "Q6_K", "w1.weight": "Q4_K", "w2.weight": "Q6_K"}
+    one = files.write_gguf(folder / "small.gguf", files.weights(small, seed=3), small, kinds, **_tokenizer(sp))
+    two = files.write_gguf(
+        folder / "wide.gguf", files.weights(wide, seed=3), wide, {**k_kinds, "w3.weight": "BF16"}, **_tokenizer(bpe)
+    )
+    files.write_gguf(folder / "split" / "x.gguf", files.weights(small, seed=3), small, split=12)
+    return [Target(one, one), Target(two, two), Target(folder / "split", folder / "split" / "x-00002-of-00002.gguf")]
+
+
+def _tokenizer(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"tokenizer__ggml__{name}": value for name, value in values.items()}
 
 
 def mutate(rng: mutations.Dice, target: Target) -> bytes:
@@ -184,6 +216,9 @@ def load(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     for name in checkpoint.names():
         checkpoint.read(name).sum()
+    if checkpoint.tokenizer_source is not None:
+        tokenizer = open_tokenizer(None, checkpoint)
+        tokenizer.decode(tokenizer.encode("Hello w\u00f6rld", bos=False, eos=False))
 
 
 def load_once(path: Path) -> None:
@@ -237,6 +272,8 @@ def check_weights(copy: Path, victim: Path, target: Target, kind: str) -> str:
         return "load"
     checkpoint = open_checkpoint(copy)
     ours = {name: checkpoint.read(name) for name in checkpoint.names()}
+    if checkpoint.format == "gguf":
+        ours = own_readers.one_nan(ours)
     try:
         if bad := unlike(ours, own_readers.weights(copy)):
             return f"WRONG WEIGHTS: {bad[:3]}"
@@ -329,6 +366,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="files with this in their name, such as .gguf")
     parser.add_argument("--batches", type=int, default=1, help="of COUNT mutations each, with seeds from SEED on")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -336,7 +374,7 @@ if __name__ == "__main__":
     total, start = Ends(), time.monotonic()
     for batch in range(args.batches):
         began = time.monotonic()
-        total.merge(run(args.count, args.seed + batch))
+        total.merge(run(args.count, args.seed + batch, args.only))
         print(
             f"seed {args.seed + batch}: {args.count} in {time.monotonic() - began:.0f} s, bad {total.bad}", flush=True
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_files
+import lora_files
 import reference
 import torch
 import torch.distributed as dist
@@ -211,6 +212,65 @@ def every_checkpoint() -> Any:
         close(model(tokens, 0), wanted["biased" if "biased" in path.name else "wide"], 1e-5)
     groups.close()
     return [path.name for path in paths]
+
+
+@check
+def adapters() -> Any:
+    """Two of LoRA's over every checkpoint: the oracle's logits of the merged weights. The tokens of `build` with one."""
+    tokens, kinds = torch.arange(24).reshape(2, 12) % 48, (*lora_files.LINEAR, "embed_tokens", "lm_head")
+    wanted, both = {}, {}
+    for kind, params in (("wide", checkpoint_files.WIDE), ("biased", checkpoint_files.BIASED)):
+        weights, folder = checkpoint_files.weights(params), FOLDER / f"adapters of {RANK}" / kind
+        first = lora_files.matrices(weights, kinds)
+        second = lora_files.matrices(weights, ["q_proj", "k_proj", "o_proj"], rank=3, seed=8)
+        once = lora_files.merged(weights, first, params, 4.0)
+        wide = {name: tensor.double() for name, tensor in lora_files.merged(once, second, params, 4.0).items()}
+        wanted[kind] = reference.logits(wide, params, tokens)
+        written = lora_files.write_adapter(folder / "2", second, r=3, lora_alpha=12)
+        both[kind] = [lora_files.write_adapter(folder / "1", first), written]
+    groups = parallel.initialize_groups(None, torch.device("cpu"), "gloo", 60)
+    for path in sorted((FOLDER / "checkpoints").iterdir()):
+        kind = "biased" if "biased" in path.name else "wide"
+        checkpoint = open_checkpoint(path, both[kind])
+        model = Transformer(
+            ModelArgs(**{**checkpoint.params, "vocab_size": 48, "max_seq_len": 24, "max_batch_size": 3})
+        )
+        load(model, checkpoint, rank=parallel.rank(), world=parallel.world_size())
+        close(model(tokens, 0), wanted[kind], 2e-4)
+    groups.close()
+    folder = FOLDER / f"adapters of {RANK}"
+    opened = open_checkpoint(GOLDEN)
+    held = {name: opened.read(name) for name in opened.names()}
+    params = {**opened.params, "n_kv_heads": 4}
+    adapter = lora_files.write_adapter(folder / "golden", lora_files.matrices(held, kinds))
+    with build(lora=str(adapter), lora_scale=0.5) as generator:
+        found = generator.generate(PROMPTS[:2], 8, temperature=0)[0]
+    merged = lora_files.merged(held, lora_files.matrices(held, kinds), params, 2.0)
+    assert found == [reference.greedy(merged, params, prompt, 8, eos_id=2) for prompt in PROMPTS[:2]], found
+    return found
+
+
+@check
+def ranks_with_different_adapters() -> Any:
+    """Another adapter, another scale, or none on the last rank alone: every rank says so."""
+    opened = open_checkpoint(GOLDEN)
+    held = {name: opened.read(name) for name in opened.names()}
+    folder = FOLDER / f"other adapters of {RANK}"
+    tensors = lora_files.matrices(held, ["q_proj"])
+    same = str(lora_files.write_adapter(folder / "same", tensors))
+    key = next(name for name in tensors if name.endswith("lora_B.weight"))
+    tensors[key] = tensors[key].clone()
+    tensors[key][-1, -1] += 1
+    other = str(lora_files.write_adapter(folder / "other", tensors))
+    last, errors = RANK == WORLD - 1, list[str]()
+    for mine in ({"lora": other}, {"lora": same, "lora_scale": 0.5}, {}):
+        try:
+            build(**(mine if last else {"lora": same})).close()
+        except LlamaError as error:
+            errors.append(str(error))
+    assert len(errors) == (3 if WORLD > 1 else 0), errors
+    assert all("the adapters (lora)" in error and "1 with digest" in error for error in errors), errors
+    return errors
 
 
 # ---------------------------------------------------------------------------------------- allocations

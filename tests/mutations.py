@@ -326,8 +326,136 @@ def vocabulary(rng: Dice, data: bytes) -> bytes:
     return data[:at] + data[rng.choice(starts) :]
 
 
+class GGUF:
+    """A GGUF file in parts: a key is [name, type, body], a tensor [name, dims, type, offset]; and put together again."""
+
+    def __init__(self, data: bytes) -> None:
+        self.at, self.bytes = 24, data
+        self.version, tensors, keys = struct.unpack_from("<IQQ", data, 4)
+        self.keys = [[self.text(), *self.value(self.number("I"))] for _ in range(keys)]
+        self.tensors = [self.row() for _ in range(tensors)]
+        self.data = data[-(-self.at // 32) * 32 :]
+
+    def number(self, code: str) -> Any:
+        self.at += struct.calcsize("<" + code)
+        return struct.unpack_from("<" + code, self.bytes, self.at - struct.calcsize("<" + code))[0]
+
+    def text(self) -> bytes:
+        size = self.number("Q")
+        self.at += size
+        return self.bytes[self.at - size : self.at]
+
+    def value(self, kind: int) -> tuple[int, bytes]:
+        start, sizes = self.at, {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
+        if kind == 8:
+            self.text()
+        elif kind == 9:
+            of, count = self.number("I"), self.number("Q")
+            for _ in range(count):
+                self.value(of)
+        else:
+            self.at += sizes.get(kind, 4)
+        return kind, self.bytes[start : self.at]
+
+    def row(self) -> list[Any]:
+        name, axes = self.text(), self.number("I")
+        return [name, [self.number("Q") for _ in range(axes)], self.number("I"), self.number("Q")]
+
+    def written(self, counts: tuple[int, int] | None = None) -> bytes:
+        def number(code: str, value: int) -> bytes:
+            return struct.pack("<Q", value % (1 << 64))[: struct.calcsize(code)]
+
+        tensors, keys = counts or (len(self.tensors), len(self.keys))
+        out = b"GGUF" + number("I", self.version) + number("Q", tensors) + number("Q", keys)
+        for name, kind, body in self.keys:
+            out += struct.pack("<Q", len(name)) + name + number("I", kind) + body
+        for name, dims, kind, offset in self.tensors:
+            out += struct.pack("<Q", len(name)) + name + number("I", len(dims)) + b"".join(number("Q", d) for d in dims)
+            out += number("I", kind) + number("Q", offset)
+        return out + b"\0" * (-len(out) % 32) + self.data
+
+
+BIG = [0, 1, 3, 31, 33, 255, 65535, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63, (1 << 64) - 1]
+SETTINGS = [
+    b"general.alignment",
+    b"split.count",
+    b"split.no",
+    b"llama.expert_count",
+    b"llama.rope.scaling.type",
+    b"llama.x",
+]
+
+
+def gguf(rng: Dice, data: bytes) -> bytes:
+    """Counts, version; a key left out, doubled, of another type, length or value; a tensor's name, axes, type, offset."""
+    file, counts = GGUF(data), None
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        kind = rng.choose("gguf", "counts", "version", "data", *["key"] * 4, *["tensor"] * 3)
+        if kind == "counts":
+            counts = (len(file.tensors), len(file.keys))
+            counts = rng.choice(
+                [(rng.choice(BIG), counts[1]), (counts[0], rng.choice(BIG)), (counts[0] - 1, counts[1] + 1)]
+            )
+        elif kind == "version":
+            file.version = rng.choice([0, 1, 2, 4, 3 << 24, (1 << 32) - 1])
+        elif kind == "data":
+            file.data = rng.choice([file.data[: rng.randrange(len(file.data))], file.data[1:], b"\0" * 32 + file.data])
+        elif kind == "key":
+            _change_key(rng, file.keys)
+        else:
+            _change_tensor(rng, rng.choice(file.tensors), file.tensors)
+    return file.written(counts)
+
+
+def _change_key(rng: Dice, keys: list[list[Any]]) -> None:
+    key = rng.choice(keys)
+    kind = rng.choose("gguf, key", "left out", "doubled", "setting", "type", "array", "length", "name", "value")
+    if kind == "left out":
+        keys.remove(key)
+    elif kind == "doubled":
+        keys.append(list(key))
+    elif kind == "setting":
+        keys.append([rng.choice(SETTINGS), 4, struct.pack("<I", rng.choice(BIG) % (1 << 32))])
+    elif kind == "type":
+        key[1] = rng.choice([*range(14), 99])
+    elif kind == "array" and key[1] == 9:  # the type or the number of an array's items
+        of, count = struct.unpack_from("<IQ", key[2])
+        of, count = rng.choice([(rng.randrange(14), count), (of, rng.choice([*BIG, count + 1, count - 1]) % (1 << 64))])
+        key[2] = struct.pack("<IQ", of, count) + key[2][12:]
+    elif kind == "length" and key[1] == 8:  # the length of a text
+        key[2] = struct.pack("<Q", rng.choice([*BIG, len(key[2]) - 7])) + key[2][8:]
+    elif kind == "name":
+        key[0] = rng.choice([b"", b"\xff", b"x" * 5000, b"llama.block_count", b"tokenizer.ggml.tokens", key[0] + b"x"])
+    else:  # bytes of a value, or of the numbers and texts of an array
+        at = rng.randrange(12 if key[1] == 9 and len(key[2]) > 12 else 0, max(len(key[2]), 1))
+        new = rng.choice([rng.randbytes(1), b"\xff\xff\xff\x7f", b"\0\0\xc0\x7f", struct.pack("<Q", rng.choice(BIG))])
+        key[2] = (key[2][:at] + new + key[2][at + len(new) :])[: len(key[2])]
+
+
+def _change_tensor(rng: Dice, row: list[Any], rows: list[list[Any]]) -> None:
+    kind = rng.choose("gguf, tensor", "left out", "doubled", "name", "axis", "axes", "type", "offset", "offset")
+    if kind == "left out":
+        rows.remove(row)
+    elif kind == "doubled":
+        rows.append(list(row))
+    elif kind == "name":
+        row[0] = rng.choice(
+            [b"", b"\xff", b"x" * 3000, b"rope_freqs.weight", b"blk.99999999.attn_q.weight", rows[0][0]]
+        )
+    elif kind == "axis":
+        row[1][rng.randrange(len(row[1]))] = rng.choice([*BIG, 2 * row[1][0]])
+    elif kind == "axes":
+        row[1] = rng.choice([row[1][::-1], [], [1, *row[1]], [*row[1], 1], [1] * 200, [1 << 62] * 4])
+    elif kind == "type":
+        row[2] = rng.choice([*range(41), 1 << 31])
+    else:
+        row[3] = rng.choice([*BIG, row[3] + 32, row[3] - 32, row[3] + 1, rng.choice(rows)[3]])
+
+
 def mutation_for(name: str, data: bytes) -> Callable[[Dice, bytes], bytes]:
     """The one that knows this file's format."""
+    if data.startswith(b"GGUF"):
+        return gguf
     if name == "tokenizer.model":
         return protobuf
     if name == "tokenizer.bin":

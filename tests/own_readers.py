@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
-from checkpoint_files import COLUMNS, HF_NAMES, MATRICES
+from checkpoint_files import COLUMNS, GGUF_NAMES, HF_NAMES, MATRICES, gguf_values
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -26,11 +27,31 @@ def container(path: Path) -> Any:
 
 def weights(path: Path) -> dict[str, Tensor]:
     """Every weight of a checkpoint (a folder, a training file or a .bin of llama2.c)."""
+    ggufs = sorted(path.glob("*.gguf")) if path.is_dir() else [path] * (path.suffix == ".gguf")
+    if ggufs:
+        return _gguf(ggufs)
     if path.is_dir():
         return _hf(path) if (path / "config.json").exists() else _meta(path)
     if path.suffix == ".bin":
         return _llama2c(path.read_bytes())
     return {name.removeprefix("_orig_mod."): tensor.detach() for name, tensor in container(path)["model"].items()}
+
+
+def _gguf(paths: list[Path]) -> dict[str, Tensor]:
+    """By the package gguf, unpacked where they are in blocks."""
+    names, found = {theirs: ours for ours, theirs in GGUF_NAMES.items()}, {}
+    for one in (tensor for path in paths for tensor in gguf.GGUFReader(path).tensors):
+        layer, _, name = one.name.removesuffix(".weight").rpartition(".")
+        ours = names.get(name, name)
+        values = gguf_values(one.data, one.tensor_type.name).view(*reversed(one.shape.tolist()))
+        kept = {"F16": torch.float16, "BF16": torch.bfloat16}.get(one.tensor_type.name, torch.float32)
+        found[f"{layer.replace('blk', 'layers')}.{ours}.weight".removeprefix(".")] = values.to(kept)
+    return one_nan({"output.weight": found.get("tok_embeddings.weight", torch.empty(0)), **found})
+
+
+def one_nan(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """NaN, which has many forms, as one number; arithmetic keeps none of them."""
+    return {name: tensor.masked_fill(tensor.isnan(), 7.5) for name, tensor in tensors.items()}
 
 
 def _meta(folder: Path) -> dict[str, Tensor]:

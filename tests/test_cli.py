@@ -289,6 +289,10 @@ def test_the_forms_of_an_option() -> None:
     }
     assert parse("trace", "One day", "--layer", "0") == {"prompt": "One day", "layer": 0}
     assert parse("chat", "folder", "--compile", "--quantize", "int8")["ckpt"] == "folder"
+    for name in ("complete", "chat", "info", "convert"):
+        paths = {"info": ["a"], "convert": ["a", "b"]}.get(name, [])
+        found = parse(name, *paths, "--lora", "x", "--lora=y z", "--lora_scale", "1", "--lora-scale=-.5")
+        assert found["lora"] == ["x", "y z"] and found["lora_scale"] == [1.0, -0.5]
 
 
 @pytest.mark.parametrize(
@@ -317,6 +321,7 @@ def test_the_forms_of_an_option() -> None:
         (["complete", "--seed", "1.0"], "argument --seed: invalid int value: '1.0'"),
         (["complete", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
         (["complete", "--seed"], "argument --seed: expected one argument"),
+        (["complete", "--lora_scale", "x"], "argument --lora_scale: invalid float value: 'x'"),
         (["convert", "a"], "the following arguments are required: DST"),
         (["sing"], "argument COMMAND: invalid choice: 'sing' .*complete.*bench"),
         (["--seed"], "required: COMMAND"),

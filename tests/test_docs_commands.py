@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_files as files
+import lora_files
 import pytest
 import reference
 import torch
@@ -245,6 +247,12 @@ def write_stories(folder: Path) -> None:
         (folder / "c" / old).rename(folder / new)
 
 
+def write_adapters(folder: Path) -> None:
+    weights = torch.load(folder / "llama-2-7b" / "consolidated.00.pth", weights_only=True)
+    for name in ("my-adapter", "style", "facts"):
+        lora_files.write_adapter(folder / name, lora_files.matrices(weights, ["q_proj"]))
+
+
 def runnable(page: str) -> list[list[str]]:
     """The words of a page's commands that can run."""
     found = [words(command) for command in dict.fromkeys(commands(page))]
@@ -274,6 +282,10 @@ def test_commands_run(
     monkeypatch.setattr(sys, "argv", sys.argv)
     if "stories15M.bin" in read(page):
         write_stories(folder)
+    if "model.gguf" in read(page):
+        files.write_gguf(folder / "model.gguf", files.weights())
+    if "--lora" in read(page):
+        write_adapters(folder)
     capsys.readouterr()
     for command in runnable(page):
         if "--nproc_per_node" in command and len(command) < 4:

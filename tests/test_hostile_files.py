@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from llama import Tokenizer
+from llama.checkpoint import ggml_codecs, llama2c, mapping, open_checkpoint, pth
 from llama.checkpoint import hf as hf_format
-from llama.checkpoint import llama2c, mapping, open_checkpoint, pth
 from llama.checkpoint.pth import read_pth
 from llama.errors import LlamaError
 
@@ -287,6 +287,14 @@ def test_damage_ends_in_an_error_or_a_right_load(count: int) -> None:
     assert all(sum(n for (_, end), n in ends.kinds.items() if end == kind) > count // 10 for kind in ("error", "load"))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_damage_of_gguf_files_ends_in_an_error_or_a_right_load() -> None:
+    ends = fuzz_checkpoints.run(20_000, seed=7, only=".gguf")
+    assert sum(ends.files.values()) == 20_000 and not ends.bad
+    assert all(ends.files[name, kind] > 500 for kind in ("error", "load") for name in ("small.gguf", "wide.gguf"))
+
+
 def _unchecked_tensor(tensors: Any, record: Any) -> torch.Tensor:
     """Without a check of lengths: a record's first bytes, then what follows it in the file."""
     start = tensors._extents[record.storage.key].start
@@ -318,6 +326,7 @@ PLANTED: dict[str, tuple[str, str, Any, str, Any]] = {
     "memory": ("v1.bin", "MEMORY", fuzz_checkpoints, "open_checkpoint", _takes_memory),
     "signal": ("v1.bin", "SIGNAL", fuzz_checkpoints, "open_checkpoint", _dies),
     "exception": ("v1.bin", "FOREIGN", fuzz_checkpoints, "open_checkpoint", _raises),
+    "blocks": ("small.gguf", "WRONG WEIGHTS", ggml_codecs, "_nibbles", lambda low: torch.cat([low >> 4, low & 15], -1)),
     "time": ("v1.bin", "SLOW", fuzz_checkpoints, "SECONDS", 1e-9),
     "message": ("v1.bin", "BAD MESSAGE", fuzz_checkpoints, "LONGEST", 9),
 }

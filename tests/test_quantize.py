@@ -468,7 +468,7 @@ def test_back_to_other_formats(files: Path, scheme: str, tmp_path: Path) -> None
 def test_info_tells_the_scheme(files: Path, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
     info(str(files / scheme), max_seq_len=48)
     found = capsys.readouterr().out
-    assert f"dtype           float32 (stored as {scheme})" in found
+    assert f"dtype           float32 (stored as {scheme}" in found
     with build(files / scheme) as generator:
         held = sum(packed.nbytes for packed in packed_layers(generator.model).values())
         held += sum(weight.numel() * weight.itemsize for weight in generator.model.parameters())

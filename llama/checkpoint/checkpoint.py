@@ -5,6 +5,7 @@ One weight at a time goes this way; every step is one function here (or a codec'
     parts of the weight in the files   mapped tensors, or codecs of quantized ones; `StoredWeight`
     slice                              what this rank needs of each part
     dequantize                         `Codec.dequantize`
+    merge                              LoRA: what adapters add, rounded once to the type it is placed in; `LowRank`
     permute                            wq and wk of Hugging Face's order: `halves_to_pairs`
     place                              merged, cast and copied where it belongs (`copy`), the file's pages given back
 
@@ -17,8 +18,10 @@ A rank's part is sharded, and files hold it side by side, along an axis of the t
                                                                                 rank 0  rank 1
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +30,12 @@ from torch import Tensor
 
 from ..errors import LlamaError
 from .codecs import Codec
-from .files import format_error, stamp
+from .files import Stamp, format_error, stamp
+from .lowrank import Adapter, LowRank
 from .mapping import drop_pages
 from .table import weight_spec
 
+DEQUANTIZE_STEP = 1 << 18  # values; the intermediate tensors then stay in the cache
 COPY_STEP = 32768  # values; torch splits larger copies over all its threads, which then wait for each other
 
 
@@ -56,7 +61,12 @@ def halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 def pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
     """The inverse of `halves_to_pairs`, in the weight's own shape."""
-    return weight.reshape(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    return as_halves(weight, heads).reshape(weight.shape)
+
+
+def as_halves(weight: Tensor, heads: int) -> Tensor:
+    """A weight in Meta's order, its rows seen in Hugging Face's: a view (heads, 2, k/2, dim)."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2)
 
 
 class Slice(NamedTuple):
@@ -69,12 +79,24 @@ class Slice(NamedTuple):
 
     def values(self) -> Tensor:
         """Dequantized where they have to be; a view of the file's pages otherwise."""
-        values = self.part.dequantize() if isinstance(self.part, Codec) else self.part
-        return values.narrow(self.axis, self.start, self.size)
+        values = [values for _, values in self.pieces()]
+        return values[0] if len(values) == 1 else torch.cat(values)
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """First row and values of some rows after another: what is dequantized need not be there as a whole."""
+        part, axis = self.part, self.axis
+        if isinstance(part, Tensor):
+            yield 0, part.narrow(axis, self.start, self.size)
+            return
+        first, last = (self.start, self.start + self.size) if axis == 0 else (0, part.shape[0])
+        step = max(1, DEQUANTIZE_STEP // math.prod(part.shape[1:]))
+        for start in range(first, last, step):
+            values = part.rows(start, min(start + step, last))
+            yield start - first, values.narrow(axis, self.start, self.size) if axis else values
 
 
 def _drop_pages(part: Tensor | Codec) -> None:
-    for tensor in (part.qvalues, part.scales) if isinstance(part, Codec) else (part,):
+    for tensor in part.stored if isinstance(part, Codec) else (part,):
         drop_pages(tensor)
 
 
@@ -85,6 +107,7 @@ class StoredWeight:
     parts: Sequence[Tensor | Codec]
     axis: int = 0
     hf_heads: int = 0  # above 0: rows are in Hugging Face's order, for this many heads
+    changes: tuple[LowRank, ...] = ()  # of LoRA adapters, in the order in which they are added
 
     @property
     def codec(self) -> Codec | None:
@@ -117,6 +140,23 @@ class StoredWeight:
         return found
 
 
+def _stored_pieces(
+    slices: list[Slice], weight: StoredWeight, target: Tensor, product: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each stored piece: where it belongs, its values, what is added. Without slices `target` holds the values."""
+    product, offset = product.view(target.shape), 0
+    if not slices:
+        yield target, target, product
+    for one in slices:
+        values = one.values()
+        if weight.hf_heads:
+            yield target, values.view(target.shape), product
+            continue
+        place, part = (whole.narrow(weight.axis, offset, values.shape[weight.axis]) for whole in (target, product))
+        offset += values.shape[weight.axis]
+        yield place, values, part
+
+
 @dataclass
 class Checkpoint:
     """An opened checkpoint: headers are read and checked, values are mapped and read when touched.
@@ -126,7 +166,7 @@ class Checkpoint:
     """
 
     path: Path
-    format: str  # "meta", "hf", "llama2c" or "llama2c-train"
+    format: str  # "meta", "hf", "gguf", "llama2c" or "llama2c-train"
     params: dict[str, Any]
     weights: dict[str, StoredWeight]
     files: list[Path]
@@ -134,15 +174,28 @@ class Checkpoint:
     mapped: bool = True  # every part is; some old files are read instead
     tokenizer_path: Path | None = None
     in_use: bool = False  # a model uses the mapped pages
+    adapters: tuple[Adapter, ...] = ()  # that `weights` have in them already
+    stamps: dict[Path, Stamp | None] = field(default_factory=dict)  # of files as they were when opened
+    chat_template: str | None = None  # Jinja's, where the weights' own file holds one
+    tokenizer_source: Callable[[], tuple[bytes, dict[str, Any]]] | None = None  # makes `tokenizer_data`, and may raise
+
+    @cached_property
+    def tokenizer_data(self) -> tuple[bytes, dict[str, Any]] | None:
+        """A tokenizer's file and facts for `Tokenizer.from_bytes`, where the weights' own file holds them.
+
+        Made when it is asked for: a tokenizer that cannot be followed is an error only for who wants it.
+        """
+        return self.tokenizer_source() if self.tokenizer_source else None
 
     def __post_init__(self) -> None:
-        self._stamps = [stamp(file) for file in self.files]
+        for file in self.files:
+            self.stamps.setdefault(file, stamp(file))
 
     def check_unchanged(self) -> None:
         """LlamaError where a file was written to, or cut, since it was opened: weights would be of two versions, and a
         page behind its end would end the process. One that has another in its place stays mapped as it was.
         """
-        for file, before in zip(self.files, self._stamps, strict=True):
+        for file, before in self.stamps.items():
             now = stamp(file)
             if before and now and now != before and now[:2] == before[:2]:
                 found = "the file was written to after it was opened"
@@ -166,8 +219,8 @@ class Checkpoint:
     @property
     def quantized(self) -> str | None:
         """ "int8" or "int4" where the layers' weights are stored so (`convert --quantize`)."""
-        codec = self.weights["layers.0.attention.wq.weight"].codec
-        return codec.scheme if codec else None
+        codecs = (weight.codec for name, weight in self.weights.items() if name.startswith("layers."))
+        return next((codec.scheme for codec in codecs if codec), None)  # an adapter may have replaced some
 
     def names(self) -> list[str]:
         """Meta's keys, in the order of the model's `state_dict`."""
@@ -180,6 +233,10 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         """The stored type; float32 where quantized values are dequantized."""
         return self.weights[name].dtype
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        """The type to write it in: the stored one, but the base model's where an adapter holds it whole."""
+        return next((one.replaced[name] for one in self.adapters if name in one.replaced), self.dtype(name))
 
     def local_shape(self, name: str, world: int) -> tuple[int, ...]:
         """The shape of each rank's part; LlamaError where it cannot be sharded over `world` ranks."""
@@ -199,40 +256,70 @@ class Checkpoint:
         return self.weights[name].slices(axis or 0, 0 if axis is None else rank * shape[axis], shape[axis or 0])
 
     def in_one_part(self, name: str, rank: int, world: int) -> Tensor | None:
-        """This rank's part where one part of the files holds all of it, in Meta's order; else None."""
-        slices = self._slices(name, rank, world)
-        return slices[0].values() if len(slices) == 1 and not self.weights[name].hf_heads else None
+        """This rank's part where one part of the files holds all of it, in Meta's order, unchanged; else None."""
+        weight, slices = self.weights[name], self._slices(name, rank, world)
+        return slices[0].values() if len(slices) == 1 and not weight.hf_heads and not weight.changes else None
 
-    def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
-        """This rank's part in Meta's order: the mapped pages themselves where they are that part, else a copy."""
+    def read(self, name: str, rank: int = 0, world: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part in Meta's order: the mapped pages themselves where they are that part; else a copy, of
+        `dtype` (None: the stored type), to which what adapters add is rounded.
+        """
         part = self.in_one_part(name, rank, world)
         if part is None:
-            part = torch.empty(self.local_shape(name, world), dtype=self.dtype(name), device="cpu")
+            part = torch.empty(self.local_shape(name, world), dtype=dtype or self.dtype(name), device="cpu")
             self.read_into(part, name, rank, world)
         return part
 
     def read_into(self, target: Tensor, name: str, rank: int = 0, world: int = 1) -> None:
         """Copy this rank's part into `target`, in Meta's order and the type of `target`; pages are given back."""
         weight, offset = self.weights[name], 0
+        if weight.changes:
+            self._merge_into(target, name, rank, world)
+            return
         for one in self._slices(name, rank, world):
-            values = one.values()
-            place = target.narrow(weight.axis, offset, values.shape[weight.axis])
-            offset += values.shape[weight.axis]
+            shape = list(one.part.shape)
+            if shape:
+                shape[one.axis] = one.size
+            place = target.narrow(weight.axis, offset, shape[weight.axis])
+            offset += shape[weight.axis]
             if weight.hf_heads:
-                values = halves_to_pairs(values, weight.hf_heads // world)
-            copy(place.view(values.shape), values)
+                values = halves_to_pairs(one.values(), weight.hf_heads // world)
+                copy(place.view(values.shape), values)
+            else:
+                for row, values in one.pieces():
+                    copy(place.narrow(0, row, len(values)), values)
             if self.mapped:
                 _drop_pages(one.part)
 
-    def quantized_shard(self, name: str, rank: int = 0, world: int = 1) -> Codec | None:
-        """This rank's part as kernels take it, where it is stored so. ValueError where a group would be split."""
+    def _merge_into(self, target: Tensor, name: str, rank: int, world: int) -> None:
+        """`read_into` with what adapters add, one after another, in the order of the files' rows."""
+        weight, axis = self.weights[name], weight_spec(name).axis or 0
+        if weight.hf_heads:
+            target = as_halves(target, weight.hf_heads // world)
+        slices, size = self._slices(name, rank, world), self.local_shape(name, world)[axis]
+        for index, change in enumerate(weight.changes):
+            stored = partial(_stored_pieces, [] if index else slices, weight, target)
+            change.add_to(stored, axis, rank * size, size)
+        self.drop_pages(name)
+
+    def quantized_shard(self, name: str, rank: int = 0, world: int = 1, scheme: str = "") -> Codec | None:
+        """This rank's part as kernels of the stored scheme (or else of `scheme`) take it, if its codes will do.
+
+        ValueError where a group would be split.
+        """
         codec, axis = self.weights[name].codec, weight_spec(name).axis
-        return codec.shard(axis, rank, world) if codec and codec.scheme and axis is not None else None
+        kept = codec.for_scheme(scheme) if codec and axis is not None and not self.weights[name].changes else None
+        return kept.shard(axis, rank, world) if kept and axis is not None else None
 
     def drop_pages(self, name: str) -> None:
         """Give back the memory of a weight's pages, once what was read from them has been used."""
         for part in self.weights[name].parts if self.mapped else ():
             _drop_pages(part)
+
+    def merging_bytes(self, world: int = 1) -> int:
+        """The most that a rank holds beside its model while adapters are merged: one product in float32."""
+        changed = [name for name, weight in self.weights.items() if weight.changes]
+        return max((4 * math.prod(self.local_shape(name, world)) for name in changed), default=0)
 
     def check_world(self, label: str, world: int) -> None:
         """LlamaError where the weights cannot be sharded over `world` ranks or files; `label` names the number."""

@@ -12,6 +12,7 @@ from ..errors import LlamaError
 from ..model import ModelArgs
 from .checkpoint import Checkpoint, StoredWeight
 from .files import first_few, format_error
+from .refusals import EXPECTED, QUANTIZED_KEYS
 from .table import BIASES, IGNORABLE, TABLE, all_names, sizes, weight_spec
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -19,15 +20,15 @@ INTEGERS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_
 PARAMS = (*INTEGERS, "ffn_dim_multiplier", "norm_eps", "rope_theta", *BIASES)  # keys of params.json that are fields
 SCALED_ROPE = ("use_scaled_rope", "rope_scaling_factor")  # keys of params.json that meta.py makes `rope_scaling` of
 SURPLUS = (  # what may stand among a Llama model's weights
-    (r"(base_model\.model\.)?.*lora_[AB]\b", "a LoRA adapter: merge it into its base model first"),
     (
-        r".*\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_scale|biases)$",
-        "quantized weights (GPTQ, AWQ, MLX, ...)",
+        r"(base_model\.model\.)?.*lora_[AB]\b",
+        "a LoRA adapter: give its base model, and lora= with the adapter's folder",
     ),
+    *QUANTIZED_KEYS,
     (r".*\.bias$", "a bias where no model of this architecture has one"),
 )
 FOREIGN = (
-    *SURPLUS[:2],
+    *SURPLUS[:-1],
     (r".*_flat_param|.*_fsdp_wrapped_module", "FSDP's own layout: gather the full state dict first"),
     (
         r"model\.(layers\.\d+\.self_attn|embed_tokens)\.",
@@ -171,6 +172,7 @@ def check_weights(checkpoint: Checkpoint, source: str, unknown: Sequence[str] = 
     for name in wanted:
         if name in found and found[name].dtype not in FLOATS:
             kinds = "float32, bfloat16 or float16, or scales with it as convert --quantize writes them"
+            kinds = EXPECTED if "float8" in str(found[name].dtype) else kinds
             raise format_error(path, f"{name} is {found[name].dtype}", kinds)
     try:
         check_shapes(path, {name: weight.shape for name, weight in found.items()}, wanted)

@@ -20,9 +20,22 @@ class Codec:
         """That of the dequantized values."""
         return tuple(self.qvalues.shape)
 
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """What the file holds, for giving its pages back."""
+        return self.qvalues, self.scales
+
     def dequantize(self) -> Tensor:
         """The values, float32."""
         return dequantize(self.qvalues, self.scales)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Those of some rows, float32."""
+        return dequantize(self.qvalues[start:stop], self.scales[start:stop])
+
+    def for_scheme(self, scheme: str) -> "Codec | None":
+        """The same values as kernels take them; None: dequantize, and quantize as `scheme` says."""
+        return self if self.scheme else None
 
     def shard(self, axis: int, rank: int, world: int) -> "Codec":
         """A rank's part, still quantized. ValueError where that would split a group."""
@@ -38,6 +51,13 @@ class Int8Groups(Codec):
         """The values, float32."""
         groups = self.qvalues.reshape(len(self.scales), -1).float()
         return groups.mul_(self.scales[:, None]).view(self.qvalues.shape)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """As `Codec.rows`."""
+        some, size = self.qvalues[start:stop], self.qvalues.numel() // len(self.scales)
+        first = start * self.qvalues[0].numel()
+        groups = torch.arange(first, first + some.numel(), device="cpu") // size  # of each value
+        return some.float().mul_(self.scales[groups].view(some.shape))
 
 
 class Int8Rows(Codec):

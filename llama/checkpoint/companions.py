@@ -13,7 +13,7 @@ from ..tokenizer import SentencePieceProcessor, Tokenizer
 from ..vocabulary import kind_of, read_file
 from ..vocabulary.proto_check import check_proto
 from .checkpoint import Checkpoint
-from .files import read_json
+from .files import read_json, write_json
 from .tokenizers import open_tokenizer
 
 logger = logging.getLogger("llama")
@@ -95,6 +95,23 @@ def read_vocabulary(path: Path | None) -> SentencePieceProcessor | None:
         return None
 
 
+def own_vocabulary(checkpoint: Checkpoint) -> SentencePieceProcessor | None:
+    """As `read_vocabulary`, of the tokenizer beside the weights, or in their own file."""
+    if checkpoint.tokenizer_data is None:
+        return read_vocabulary(checkpoint.tokenizer_path)
+    tokenizer = try_tokenizer(checkpoint)
+    return None if tokenizer is None else tokenizer.sp_model
+
+
+def check_own_tokenizer(checkpoint: Checkpoint) -> None:
+    """Leave out, with a log line, a tokenizer in the weights' own file that cannot be followed."""
+    try:
+        _ = checkpoint.tokenizer_data
+    except LlamaError as error:
+        logger.warning("the tokenizer is not written: %s", error)
+        checkpoint.tokenizer_source = checkpoint.tokenizer_data = None
+
+
 def _is_vocabulary(path: Path) -> bool:
     try:
         return bool(Tokenizer(str(path)))
@@ -104,21 +121,42 @@ def _is_vocabulary(path: Path) -> bool:
 
 def copy_tokenizer(checkpoint: Checkpoint, folder: Path, to_bin: bool = False) -> None:
     """The tokenizer's file, or llama2c's tokenizer.bin made of it; a log line where there is none."""
-    path, in_memory = checkpoint.tokenizer_path, getattr(checkpoint, "tokenizer_data", None)
-    vocabulary = read_vocabulary(path) if to_bin else None
-    if in_memory is not None:
+    path, in_memory = checkpoint.tokenizer_path, checkpoint.tokenizer_data
+    vocabulary = own_vocabulary(checkpoint) if to_bin else None
+    if vocabulary is not None:
+        (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
+    elif in_memory is not None:
         name = "tokenizer.json" if kind_of(in_memory[0]) == "tokenizer.json" else "tokenizer.model"
         (folder / name).write_bytes(in_memory[0])
     elif path is None:
         logger.warning("%s has no tokenizer, so none is written", checkpoint.path)
-    elif vocabulary is not None:
-        (folder / "tokenizer.bin").write_bytes(tokenizer_bin(vocabulary))
     elif to_bin and path.suffix == ".model":
         logger.warning("%s is no SentencePiece vocabulary: no tokenizer.bin is written", path)
     elif leads_outside(path) and not _is_vocabulary(path):
         logger.warning("%s is a link out of its folder, to no vocabulary, and is not copied along", path)
     else:
         shutil.copyfile(path, folder / path.name)
+
+
+def write_tokenizer_config(checkpoint: Checkpoint, folder: Path, context: int) -> None:
+    """What transformers needs beside the tokenizer's file, where the source brought nothing of the kind."""
+    vocabulary, in_memory = own_vocabulary(checkpoint), checkpoint.tokenizer_data
+    tokenizer = try_tokenizer(checkpoint) if vocabulary is not None or in_memory is not None else None
+    if tokenizer is None or (folder / "tokenizer_config.json").exists():
+        return
+    unknown = -1 if vocabulary is None else vocabulary.unk_id()
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "unk": unknown, "pad": tokenizer.pad_id}
+    known = {name: token for name, token in ids.items() if token is not None and token >= 0}
+    special = {f"{name}_token": tokenizer.vocabulary.piece(token) for name, token in known.items()}
+    kind: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if vocabulary is not None:
+        kind = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    config = {**kind, "model_max_length": context, **special}
+    config |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": False, "clean_up_tokenization_spaces": False}
+    config |= {"chat_template": checkpoint.chat_template} if checkpoint.chat_template is not None else {}
+    write_json(folder / "tokenizer_config.json", config)
+    if not (folder / "special_tokens_map.json").exists():
+        write_json(folder / "special_tokens_map.json", special)
 
 
 def tokenizer_bin(vocabulary: SentencePieceProcessor) -> bytes:
@@ -133,8 +171,7 @@ def tokenizer_bin(vocabulary: SentencePieceProcessor) -> bytes:
 def check_for_llama2c(checkpoint: Checkpoint) -> None:
     """LlamaError for a vocabulary that llama2.c's programs would make other ids with; a log line for less."""
     path, rows = checkpoint.tokenizer_path, checkpoint.shape("tok_embeddings.weight")[0]
-    vocabulary = read_vocabulary(path)
-    in_memory = getattr(checkpoint, "tokenizer_data", None)
+    vocabulary, in_memory = own_vocabulary(checkpoint), checkpoint.tokenizer_data
     if in_memory is not None or path is not None:
         kind = kind_of(in_memory[0] if in_memory is not None else read_file(path or checkpoint.path))
         if kind != "SentencePiece":

@@ -18,6 +18,7 @@ from ..errors import LlamaError
 from . import hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .codecs import META_CODECS, Int4Groups, Int8Rows
+from .companions import check_own_tokenizer
 from .files import first_few
 from .memory import gigabytes
 from .source import DTYPES, Source
@@ -38,6 +39,7 @@ def write_checkpoint(source: Source, target: Path, to: str, force: bool = False)
     LlamaError for what cannot be written so, and nothing is left behind.
     """
     _check_settings(source, to)
+    check_own_tokenizer(source.checkpoint)
     if to == "llama2c":
         source.dtype_name = "float32"  # the only type of that format
     source.checkpoint.check_world("shards", source.shards)
@@ -81,7 +83,7 @@ def _tie_equal(checkpoint: Checkpoint) -> None:
     """
     names = ("output.weight", "tok_embeddings.weight")
     head, embedding = (checkpoint.weights[name] for name in names)
-    if checkpoint.format != "meta" or checkpoint.tied:
+    if checkpoint.format != "meta" or checkpoint.tied or head.changes or embedding.changes:
         return
     if isinstance(head.codec, META_CODECS):
         values = checkpoint.read("tok_embeddings.weight")
@@ -135,6 +137,7 @@ def _check_target(checkpoint: Checkpoint, target: Path, force: bool) -> tuple[in
         *checkpoint.files,
         *([old] if old.is_file() else old.iterdir()),
         *filter(None, [checkpoint.tokenizer_path]),
+        *(file for adapter in checkpoint.adapters for file in adapter.path.iterdir()),
     ]
     if inside := [path.name for path in sources if new in path.resolve().parents]:
         raise LlamaError(f"{first_few(inside)} of {checkpoint.path} are links into {target}: give another path")

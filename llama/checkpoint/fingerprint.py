@@ -29,8 +29,18 @@ def _fingerprint(checkpoint: Checkpoint, model: Transformer, tokenizer: Any) -> 
         **dataclasses.asdict(model.params),
         "the vocabulary": f"{len(pieces)} pieces with digest {vocabulary.hexdigest()[:8]}",
         "the weights' digest": _digest(checkpoint),
+        "the adapters (lora)": _adapters(checkpoint),
         "dtype": model.tok_embeddings.weight.dtype,
     }
+
+
+def _adapters(checkpoint: Checkpoint) -> str:
+    """What adapters add, their scales included."""
+    digest = hashlib.sha256()
+    for weight in checkpoint.weights.values():
+        for change in weight.changes:
+            change.update(digest)
+    return f"{len(checkpoint.adapters)} with digest {digest.hexdigest()[:8]}" if checkpoint.adapters else "none"
 
 
 def _digest(checkpoint: Checkpoint) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint, StoredWeight, pairs_to_halves
 from .checks import check_weights, plain_tensors, positive_int
 from .codecs import Codec
-from .companions import copy_companions, copy_tokenizer, read_vocabulary, special_ids
+from .companions import copy_companions, copy_tokenizer, special_ids, write_tokenizer_config
 from .files import first_few, format_error, read_json, write_json
 from .hf_config import config_of, read_config
 from .pth import read_pth
@@ -164,7 +164,7 @@ def write(source: Source, folder: Path) -> None:
     write_tokenizer_json(checkpoint, folder, source.window)
     if checkpoint.tokenizer_path is not None or not (folder / "tokenizer.json").exists():
         copy_tokenizer(checkpoint, folder)
-    _write_tokenizer_config(checkpoint, folder, source.window)
+    write_tokenizer_config(checkpoint, folder, source.window)
     ids = special_ids(checkpoint)
     if not ids:
         logger.warning("%s: no vocabulary that can be read, so no BOS and EOS ids are written", checkpoint.path)
@@ -195,22 +195,3 @@ def _kept_config(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     config = read_json(checkpoint.folder / "config.json", "a Hugging Face configuration")
     return {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype", "auto_map")}
-
-
-def _write_tokenizer_config(checkpoint: Checkpoint, folder: Path, context: int) -> None:
-    """What transformers needs beside tokenizer.model, where the source brought nothing of the kind."""
-    vocabulary = read_vocabulary(checkpoint.tokenizer_path)
-    if vocabulary is None or (folder / "tokenizer_config.json").exists():
-        return
-    ids = {
-        "bos": vocabulary.bos_id(),
-        "eos": vocabulary.eos_id(),
-        "unk": vocabulary.unk_id(),
-        "pad": vocabulary.pad_id(),
-    }
-    special = {f"{name}_token": vocabulary.id_to_piece(token) for name, token in ids.items() if token >= 0}
-    config = {"tokenizer_class": "LlamaTokenizer", "model_max_length": context, "legacy": False, **special}
-    config |= {"add_bos_token": True, "add_eos_token": False, "clean_up_tokenization_spaces": False}
-    write_json(folder / "tokenizer_config.json", config)
-    if not (folder / "special_tokens_map.json").exists():
-        write_json(folder / "special_tokens_map.json", special)

@@ -12,6 +12,7 @@ from ..errors import LlamaError
 from ..rope import ROPE_TYPES, check_rope_scaling, named_scaling
 from .checks import check_params
 from .files import format_error
+from .refusals import refuse_quantized
 from .source import Source
 from .table import BIASES, sizes
 
@@ -28,8 +29,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {  # fields that change the arithmetic, wit
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1, None),
     "sliding_window": (None,),
-    "quantization_config": (None,),
-    "quantization": (None,),  # MLX's
 }
 _FIELDS = {
     "hidden_size": "dim",
@@ -49,6 +48,7 @@ _FIELDS = {
 def read_config(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     """ModelArgs fields from a config.json; LlamaError names the field that this library cannot follow."""
     config = {**_architecture(path, config), **config}
+    refuse_quantized(path.parent, config)
     theta = _rope_theta(path, config)
     scaling = _rope_scaling(path, config)
     for name, allowed in _PLAIN.items():

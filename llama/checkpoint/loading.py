@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,18 +19,21 @@ from ..errors import LlamaError
 from ..interrupts import no_grad, restoring
 from ..model import ModelArgs, Transformer
 from ..quantization import SCHEMES, PackedWeight, head_can_embed, pack, pack_quantized, weight_scheme
-from . import hf, llama2c, meta
+from . import gguf_model, hf, llama2c, meta
 from .checkpoint import Checkpoint
 from .checks import check_shapes, describe_value
 from .files import first_few, format_error, only_our_errors, read_head
+from .lora import ADAPTER_FILES, CONFIG, add_adapters
 from .memory import check_memory
 from .pth import read_pth
 from .table import meta_name, split_known
 from .tokenizers import find_tokenizer
 
-KNOWN = "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.bin or *.pt (llama2.c)"
+KNOWN = (
+    "params.json + consolidated.NN.pth (Meta), config.json + *.safetensors (Hugging Face), *.gguf (llama.cpp), "
+    "*.bin or *.pt (llama2.c)"
+)
 FOREIGN_FILES = {
-    "*.gguf": "which is llama.cpp's (GGUF): give the model that it was made of",
     "hf_model_*.pt": "which is torchtune's: let it save safetensors",
     "meta_model_*.pt": "which is torchtune's: rename it to consolidated.00.pth, with params.json beside it",
     "recipe_state.pt": "the state of a torchtune run: give the folder of its model",
@@ -39,7 +42,6 @@ FOREIGN_FILES = {
     "*.npz": "which is of NumPy or MLX",
 }
 FOREIGN_MAGIC = {
-    b"GGUF": "a GGUF file (llama.cpp)",
     b"lmgg": "a GGML file (of older llama.cpp)",
     b"tjgg": "a GGML file (of older llama.cpp)",
     b"\x89HDF": "an HDF5 file (Keras)",
@@ -49,8 +51,8 @@ logger = logging.getLogger("llama")
 T = TypeVar("T")
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a folder or a file of any known format, told by its content.
+def open_checkpoint(path: str | Path, lora: Any = None, lora_scale: Any = 1.0) -> Checkpoint:
+    """Open a folder or a file of any known format, told by its content, with the LoRA adapters `lora` (`add_adapters`).
 
     LlamaError says what was found and what was expected; FileNotFoundError where a file is missing.
     """
@@ -62,8 +64,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if not path.exists():
             raise FileNotFoundError(f"{path.absolute()}: no such file or folder; expected a checkpoint")
         checkpoint = _open_folder(path) if path.is_dir() else _open_file(path)
-        checkpoint.tokenizer_path = find_tokenizer(checkpoint.folder, checkpoint.format == "llama2c")
-        return checkpoint
+        if checkpoint.tokenizer_source is None:
+            checkpoint.tokenizer_path = find_tokenizer(checkpoint.folder, checkpoint.format == "llama2c")
+    return add_adapters(checkpoint, lora, lora_scale)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -71,9 +74,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         return any(any(folder.glob(pattern)) for pattern in patterns)
 
     if holds("adapter_config.json", "adapter_model.*"):
-        raise format_error(
-            folder, "a LoRA adapter (adapter_config.json)", "a model: merge it into its base model first"
-        )
+        raise _adapter_error(folder)
     hf_weights = holds("*.safetensors", "pytorch_model*.bin")
     shards = "consolidated.*.pth" if hf_weights and holds("config.json") else "*.pth"  # such as rng_state.pth
     if holds("params.json") and holds(shards):
@@ -82,6 +83,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         return hf.read(folder)
     if holds("consolidated.*.pth") or (holds("*.pth") and not holds("config.json")):
         return meta.read(folder)
+    models = gguf_model.models_in(folder)
+    if len(models) == 1:
+        return gguf_model.read(models[0])
+    if models:
+        found = f"several: {first_few(path.name for path in models)}: give one"
+        raise FileNotFoundError(f"{folder.absolute()}: {found}")
     if holds("config.json") and not holds(*FOREIGN_FILES):
         return hf.read(folder)
     if holds("params.json"):
@@ -97,12 +104,23 @@ def _open_folder(folder: Path) -> Checkpoint:
     raise FileNotFoundError(f"{folder.absolute()}: {found}; looked for {KNOWN}")
 
 
+def _adapter_error(folder: Path) -> LlamaError:
+    found = f"a LoRA adapter ({CONFIG})"
+    return format_error(
+        folder, found, f"the model that it was made for, and lora={str(folder)!r:.300} (--lora) with it"
+    )
+
+
 def _open_file(path: Path) -> Checkpoint:
     """A file that was asked for by name: that one alone, or the numbered set that it belongs to."""
     head, folder = read_head(path, "a checkpoint: a folder, or a file of weights"), path.parent
     magic = next((what for start, what in FOREIGN_MAGIC.items() if head.startswith(start)), None)
     if magic is not None:
         raise format_error(path, magic, KNOWN)
+    if head.startswith(b"GGUF"):
+        return gguf_model.read(path)
+    if path.name in ADAPTER_FILES:
+        raise _adapter_error(folder)
     if path.suffix == ".json":
         return _open_settings(path)
     if path.suffix == ".safetensors":
@@ -159,7 +177,8 @@ def load(
     weights, before anything is changed, and what cannot be packed when it is met.
     """
     if checkpoint.in_use:  # that model writes to those pages when it is trained: map them anew
-        checkpoint = open_checkpoint(checkpoint.path)
+        given = checkpoint.adapters
+        checkpoint = open_checkpoint(checkpoint.path, [one.path for one in given], [one.scale for one in given])
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored = {name: checkpoint.local_shape(name, world) for name in checkpoint.names()}
     check_shapes(checkpoint.path, stored, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
@@ -191,12 +210,13 @@ def _packed(
     """One weight as its layer will multiply with it, quantized now unless it is stored so; pages are given back."""
     scheme = weight_scheme(name, scheme)
     try:
-        stored = checkpoint.quantized_shard(name, rank, world)
+        stored = checkpoint.quantized_shard(name, rank, world, scheme)
         if stored is not None:
             if not scheme.startswith(str(stored.scheme)):  # a head in int4, as earlier versions wrote it
                 scheme = str(stored.scheme)
             return pack_quantized(stored.qvalues.to(device=device), stored.scales.to(device=device), scheme)
-        return pack(checkpoint.read(name, rank, world).to(device=device), scheme)
+        merged = torch.float32 if checkpoint.weights[name].changes else None  # quantizing rounds enough
+        return pack(checkpoint.read(name, rank, world, merged).to(device=device), scheme)
     except ValueError as error:
         raise LlamaError(f"{checkpoint.path}: {name}: {error}") from None
     finally:
@@ -259,7 +279,8 @@ def load_model(
         words = "%s embeds %d tokens, the tokenizer has %d: the others are never drawn, if it is the right tokenizer"
         logger.log(level, words, checkpoint.path, rows, vocab_size)
     scheme = pick_scheme(quantize, checkpoint.quantized)
-    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, graph_rows)
+    merging = checkpoint.merging_bytes(world_size()) * (2 if scheme else 1)  # the sum, too, before it is quantized
+    check_memory(args, device, dtype, world_size(), scheme, checkpoint.tied, graph_rows, merging)
     first = torch.device("cpu") if scheme else device  # weights that will be packed are never touched
     model = with_defaults(first, dtype, lambda: Transformer(args))
     place = device if scheme else None

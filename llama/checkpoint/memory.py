@@ -122,22 +122,27 @@ def check_memory(
     scheme: str | None = None,
     tied: bool = False,
     graph_rows: Sequence[int] = (),
+    merging: int = 0,
 ) -> None:
     """LlamaError with the arithmetic when `device` cannot hold this rank's weights, cache and CUDA graphs (the rows of
-    each); `args`: ModelArgs.
+    each); `args`: ModelArgs. On a CPU `merging` bytes come on top, while the largest weight that an adapter changes is
+    loaded.
     """
     need = memory_estimate(vars(args), args.max_seq_len, args.max_batch_size, ranks, dtype, scheme, tied)
     need = need._replace(graphs=graph_memory(vars(args), ranks, dtype, graph_rows))
     free = free_memory(device)
-    here = min(ranks, environment_integer("LOCAL_WORLD_SIZE", str(ranks))) if device.type == "cpu" else 1
-    if free is None or need.total * here <= free:
+    cpu = device.type == "cpu"
+    here = min(ranks, environment_integer("LOCAL_WORLD_SIZE", str(ranks))) if cpu else 1
+    total = need.total + (merging if cpu else 0)
+    if free is None or total * here <= free:
         return
-    several = "" if here == 1 else f", {gigabytes(need.total * here)} for the {here} ranks of this machine"
-    graphs = f" + CUDA graphs {gigabytes(need.graphs)} (compile=True)" if need.graphs else ""
+    several = "" if here == 1 else f", {gigabytes(total * here)} for the {here} ranks of this machine"
+    more = f" + CUDA graphs {gigabytes(need.graphs)} (compile=True)" if need.graphs else ""
+    more += f" + {gigabytes(merging)} while adapters are merged" if cpu and merging else ""
     name = scheme or str(dtype).removeprefix("torch.")
     raise LlamaError(
         f"not enough memory on {device}: weights {gigabytes(need.weights)} ({name}) + KV cache "
-        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}){graphs} = "
-        f"{gigabytes(need.total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
+        f"{gigabytes(need.kv_cache)} (max_batch_size={args.max_batch_size} x max_seq_len={args.max_seq_len}){more} = "
+        f"{gigabytes(total)} per rank on {ranks} rank(s){several}, but {gigabytes(free)} are free: lower "
         f"max_batch_size or max_seq_len, take a smaller dtype (bfloat16) or quantize='int4', or use more ranks"
     )

@@ -18,7 +18,7 @@ from ..rope import check_rope_scaling, llama3_scaling, named_scaling
 from .checkpoint import Checkpoint, StoredWeight
 from .checks import PARAMS, SCALED_ROPE, check_params, check_weights, plain_tensors, positive_int, same_storage
 from .codecs import META_CODECS, Codec
-from .companions import copy_companions, copy_tokenizer, special_ids
+from .companions import copy_companions, copy_tokenizer, special_ids, write_tokenizer_config
 from .files import first_few, format_error, read_json, write_json
 from .pth import read_pth
 from .source import Source
@@ -193,7 +193,9 @@ def write(source: Source, folder: Path) -> None:
         torch.save(tensors, folder / f"consolidated.{shard:02d}.pth")
     copy_tokenizer(checkpoint, folder)
     copy_companions(checkpoint, folder)
-    ids = special_ids(checkpoint) if checkpoint.format == "hf" else {}
+    if checkpoint.tokenizer_data is not None:
+        write_tokenizer_config(checkpoint, folder, source.window)
+    ids = special_ids(checkpoint) if checkpoint.format in ("hf", "gguf") else {}
     if ids and not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", ids)  # params.json has no place for them
     params = checkpoint.params
@@ -242,8 +244,9 @@ def _quantized(source: Source, name: str, weight: Tensor) -> dict[str, Tensor]:
         return {name: weight}
     scheme = weight_scheme(name, str(source.quantize))
     codec = next(codec for codec in META_CODECS if codec.scheme == scheme)
+    stored = source.checkpoint.quantized_shard(name, scheme=scheme)
     try:
-        qvalues, scales = codec.quantize(weight)
+        qvalues, scales = stored.stored if stored else codec.quantize(weight)
     except ValueError as error:
         raise LlamaError(f"{source.checkpoint.path}: {name}: {error}") from None
     source.checkpoint.drop_pages(name)

@@ -88,7 +88,7 @@ EXOTIC = {
     "qtensor": "a quantized tensor of torch's",
     "meta_tensor": "a meta tensor, which holds no values",
     "Complex": "a complex tensor",
-    "rebuild_from_type": "a tensor of a subclass (DTensor, ...)",
+    "rebuild_from_type": "a tensor of a subclass (DTensor, torchao, ...)",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .files import MAX_JSON, format_error, one_version, parse_json, read_head
 from .mapping import map_file, tensor_at, write_tensor
+from .refusals import EXPECTED
 
 DTYPES = {
     "F64": torch.float64,
@@ -83,6 +85,8 @@ def _check_tensor(path: Path, name: str, described: Any) -> tuple[int, tuple[int
         integers = all(type(number) is int and 0 <= number <= MAX_NUMBER for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
         raise format_error(path, f"{name!r} is described by {described!r:.100}", expected) from error
+    if isinstance(kind, str) and re.match(r"F[468]_", kind):
+        raise format_error(path, f"{name!r:.120} is {kind:.40}, so the weights are quantized (FP{kind[1]})", EXPECTED)
     if not isinstance(kind, str) or kind not in DTYPES:
         raise format_error(path, f"{name!r} has dtype {kind!r:.40}", f"one of {', '.join(DTYPES)}")
     dtype = DTYPES[kind]

@@ -48,11 +48,14 @@ class Source:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which a weight is written."""
-        return DTYPES[self.dtype_name] if self.dtype_name else self.checkpoint.dtype(name)
+        return DTYPES[self.dtype_name] if self.dtype_name else self.checkpoint.written_dtype(name)
 
     def read(self, name: str, rank: int = 0, world: int = 1) -> Tensor:
         """One weight (or its part), contiguous, in the type asked for."""
-        part = self.checkpoint.read(name, rank, world).to(self.dtype(name)).contiguous()
+        dtype = self.dtype(name)
+        if self.quantize and self.checkpoint.weights[name].changes and name != "tok_embeddings.weight":
+            dtype = torch.float32  # quantizing rounds enough: as `build(lora=..., quantize=...)`
+        part = self.checkpoint.read(name, rank, world, dtype).to(dtype).contiguous()
         if self.dtype_name == "float16" and part.isinf().any():
             raise LlamaError(f"{self.checkpoint.path}: {name} holds values beyond float16's range: keep bfloat16")
         if rank == 0 or weight_spec(name).axis is not None:

@@ -71,7 +71,17 @@ def _from_settings(path: Path, found: Any) -> str | None:
 
 
 def template_tokens(checkpoint: Checkpoint) -> dict[str, str]:
-    """bos_token and the other special tokens as tokenizer_config.json names them, which templates may write."""
+    """bos_token and the other special tokens as tokenizer_config.json names them, which templates may write; of a
+    tokenizer in the weights' own file (GGUF) those that it marks.
+    """
+    if checkpoint.tokenizer_source is not None:
+        try:
+            tokenizer = open_tokenizer(None, checkpoint)
+        except LlamaError:  # another one is used, or this is said where it is asked for
+            return {}
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+        known = {name: token for name, token in ids.items() if token is not None and token >= 0}
+        return {name: tokenizer.vocabulary.piece(token) for name, token in known.items()}
     if checkpoint.format not in ("meta", "hf"):
         return {}
     settings = _settings(checkpoint.folder / "tokenizer_config.json")

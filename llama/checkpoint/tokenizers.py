@@ -37,9 +37,8 @@ def open_tokenizer(given: Any, checkpoint: Checkpoint) -> Any:
 
 
 def _open(given: Any, checkpoint: Checkpoint) -> Any:
-    in_memory = getattr(checkpoint, "tokenizer_data", None)
-    if given is None and in_memory is not None:
-        data, facts = in_memory
+    if given is None and checkpoint.tokenizer_data is not None:
+        data, facts = checkpoint.tokenizer_data
         return Tokenizer.from_bytes(data, checkpoint.path, **facts)
     path: Path | None
     if given is None:
@@ -126,7 +125,7 @@ def _id_of(tokenizer: Tokenizer, token: Any) -> int:
 
 def describe_tokenizer(checkpoint: Checkpoint) -> str:
     """One line for `info`: the file, its kind, how many pieces, what ends a text; or why it cannot be read."""
-    place = checkpoint.path if getattr(checkpoint, "tokenizer_data", None) else checkpoint.tokenizer_path
+    place = checkpoint.path if checkpoint.tokenizer_source else checkpoint.tokenizer_path
     if place is None:
         return "not found"
     try:

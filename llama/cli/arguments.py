@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_origin
 
 from ..arguments import nearest
 from .output import printable
@@ -53,17 +53,23 @@ def parse_arguments(commands: Mapping[str, Command], argv: Sequence[str]) -> tup
 
 
 def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter, text: str, first: bool) -> None:
-    """--max_gen_len N (or --max-gen-len N); --compile, --no-compile and --nocompile for a bool. Required parameters go
-    by position, the first one by position or by name.
+    """--max_gen_len N (or --max-gen-len N); --compile, --no-compile and --nocompile for a bool; --lora A --lora B for a
+    list. Required parameters go by position, the first one by position or by name.
     """
     name, default, hidden, text = parameter.name, parameter.default, argparse.SUPPRESS, text.replace("%", "%%")
     types = get_args(parameter.annotation) or (parameter.annotation,)
+    lists = [get_args(kind)[0] for kind in types if get_origin(kind) is list]
     if bool in types:
         parser.add_argument(f"--{name}", action="store_true", help=text)
         for negative in (f"--no-{name}", f"--no{name}"):
             parser.add_argument(negative, dest=name, action="store_false", help=hidden)
         return
-    value: dict[str, Any] = {"type": next(t for t in (str, int, float) if t in types), "metavar": name.upper()}
+    value: dict[str, Any] = {
+        "type": next(t for t in (str, int, float) if t in [*types, *lists]),
+        "metavar": name.upper(),
+    }
+    if lists:
+        value["action"] = "append"
     if default is parameter.empty:
         parser.add_argument(name, help=text, **value)
         return

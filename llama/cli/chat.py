@@ -9,7 +9,7 @@ from .. import distributed as parallel
 from ..errors import LlamaError
 from ..serving.conversation import Conversation
 from .output import printable, read_regular_file, replace_file
-from .session import at_terminal, open_model
+from .session import adapters, at_terminal, open_model
 
 _HELP = """/system TEXT  sets the system prompt; without TEXT, removes it
 /reset        clears the conversation but keeps the system prompt
@@ -35,6 +35,8 @@ def chat(
     dtype: str | None = None,
     quantize: str | None = None,
     compile: bool = False,
+    lora: list[str] | None = None,
+    lora_scale: list[float] | None = None,
     chat_format: str | None = None,
 ) -> None:
     """Chat with a model, line by line, at a terminal or through a pipe.
@@ -56,10 +58,12 @@ def chat(
         dtype: float32, bfloat16 or float16; by default what suits the device.
         quantize: int8, int4 or int8-dynamic: quantize the weights while loading.
         compile: Compile the decoding step: slower to start, then faster.
+        lora: The folder of a LoRA adapter to merge while loading; may be given several times.
+        lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
         chat_format: llama2, llama3, chatml or template (the checkpoint's own); by default what suits the checkpoint.
     """
     build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile, "timeout": _WEEK}
-    build["chat_format"] = chat_format
+    build |= {"chat_format": chat_format, **adapters(lora, lora_scale)}
     with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
         conversation = Conversation(generator, system)
         for line in _lines():

@@ -4,7 +4,7 @@ import sys
 
 from .. import distributed as parallel
 from .output import printable
-from .session import at_terminal, open_model
+from .session import adapters, at_terminal, open_model
 
 DEFAULT_PROMPT = "Once upon a time"
 
@@ -23,6 +23,8 @@ def complete(
     dtype: str | None = None,
     quantize: str | None = None,
     compile: bool = False,
+    lora: list[str] | None = None,
+    lora_scale: list[float] | None = None,
 ) -> None:
     """Print a prompt and stream the model's continuation of it.
 
@@ -41,8 +43,11 @@ def complete(
         dtype: float32, bfloat16 or float16; by default what suits the device.
         quantize: int8, int4 or int8-dynamic: quantize the weights while loading.
         compile: Compile the decoding step: slower to start, then faster.
+        lora: The folder of a LoRA adapter to merge while loading; may be given several times.
+        lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
     """
     build = {"device": device, "dtype": dtype, "quantize": quantize, "compile": compile}
+    build |= adapters(lora, lora_scale)
     with open_model(ckpt, tokenizer, max_seq_len, **build) as generator:
         prompt = parallel.broadcast_object(_piped_prompt() if prompt is None else prompt)
         print(printable(prompt), end="", flush=True)

@@ -7,6 +7,7 @@ from ..checkpoint.convert import write_checkpoint
 from ..checkpoint.memory import gigabytes
 from ..checkpoint.source import Source
 from .output import printable
+from .session import adapters
 
 
 def convert(
@@ -19,6 +20,8 @@ def convert(
     context: int | None = None,
     quantize: str | None = None,
     force: bool = False,
+    lora: list[str] | None = None,
+    lora_scale: list[float] | None = None,
 ) -> None:
     """Write a checkpoint in another format, another type or another number of files.
 
@@ -34,7 +37,10 @@ def convert(
         quantize: int8 or int4 (meta in one file): the layers' weights as quantized values and scales (X.weight,
             X.scales), which `build` loads as they are.
         force: Replace a checkpoint that is in DST.
+        lora: The folder of a LoRA adapter to merge; may be given several times.
+        lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
     """
-    source, target = Source(open_checkpoint(str(src)), dtype, context, shards, quantize), Path(str(dst)).expanduser()
+    checkpoint = open_checkpoint(str(src), **adapters(lora, lora_scale))
+    source, target = Source(checkpoint, dtype, context, shards, quantize), Path(str(dst)).expanduser()
     write_checkpoint(source, target, to, force)
     print(printable(f"{target}: {to}, {gigabytes(sum(path.stat().st_size for path in target.iterdir()))}"))

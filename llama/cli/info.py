@@ -20,6 +20,7 @@ from ..checkpoint.templates import describe_format
 from ..checkpoint.tokenizers import describe_tokenizer
 from ..errors import LlamaError
 from .output import printable
+from .session import adapters
 
 
 def info(
@@ -29,6 +30,8 @@ def info(
     ranks: int = 1,
     dtype: str | None = None,
     check: bool = False,
+    lora: list[str] | None = None,
+    lora_scale: list[float] | None = None,
 ) -> None:
     """Print what a checkpoint holds, and the memory that it needs on each rank.
 
@@ -40,8 +43,10 @@ def info(
         dtype: float32, bfloat16 or float16 in memory; the stored type if not given.
         check: Read every tensor and print its digest (SHA-256 of the whole tensor's bytes: the same in every format and
             number of files). LlamaError names those with NaN or inf.
+        lora: The folder of a LoRA adapter to merge, as `complete` would; may be given several times.
+        lora_scale: What the adapter is multiplied with; once for all, or once for each adapter. Default: 1.0.
     """
-    checkpoint = open_checkpoint(str(ckpt))
+    checkpoint = open_checkpoint(str(ckpt), **adapters(lora, lora_scale))
     if dtype is not None and dtype not in DTYPES:
         raise LlamaError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     for name, value in (("max_batch_size", max_batch_size), ("ranks", ranks), ("max_seq_len", max_seq_len or 1)):
@@ -50,13 +55,15 @@ def info(
     checkpoint.check_world("ranks", ranks)
     print(printable("\n".join(f"{label:<16}{text}" for label, text in _describe(checkpoint))))
     params = {**checkpoint.params, "vocab_size": checkpoint.shape("tok_embeddings.weight")[0]}
-    kind = DTYPES[dtype] if dtype else checkpoint.dtype("tok_embeddings.weight")
+    kind = DTYPES[dtype] if dtype else checkpoint.written_dtype("tok_embeddings.weight")
     window = max_seq_len or checkpoint.context or 4096
     need = memory_estimate(params, window, max_batch_size, ranks, kind, checkpoint.quantized, checkpoint.tied)
     parts = f"weights {gigabytes(need.weights)} + KV cache {gigabytes(need.kv_cache)}"
     print(f"{'memory per rank':<16}{gigabytes(need.total)} = {parts}")
     settings = f"{ranks} rank(s), max_seq_len {window}, max_batch_size {max_batch_size}"
     print(f"{'':<16}({str(kind).removeprefix('torch.')}, {settings})")
+    if checkpoint.adapters:
+        print(f"{'':<16}and {gigabytes(checkpoint.merging_bytes(ranks))} while adapters are merged")
     if check:
         _check_values(checkpoint)
 
@@ -65,18 +72,19 @@ def _describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     params, rows = checkpoint.params, checkpoint.shape("tok_embeddings.weight")[0]
     count = count_parameters({**params, "vocab_size": rows}, tied=checkpoint.tied)
     dtypes = sorted({str(checkpoint.dtype(name)).removeprefix("torch.") for name in checkpoint.names()})
-    codecs = [weight.codec for weight in checkpoint.weights.values() if weight.codec]
+    codecs = ", ".join(sorted({weight.codec.name for weight in checkpoint.weights.values() if weight.codec}))
     numbers, layers = sizes(params), params["n_layers"]
     size = sum(path.stat().st_size for path in checkpoint.files)
     return [
         ("checkpoint", str(checkpoint.path)),
         ("format", checkpoint.format + (" (tied head)" if checkpoint.tied else "")),
         ("files", f"{checkpoint.shards} of weights, {gigabytes(size)}"),
+        *(("adapter", f"{adapter.path} ({adapter.summary})") for adapter in checkpoint.adapters),
         ("family", family(checkpoint)),
         ("tokenizer", describe_tokenizer(checkpoint)),
         ("chat format", describe_format(checkpoint)),
         ("parameters", f"{count:,}"),
-        ("dtype", ", ".join(dtypes) + (f" (stored as {codecs[0].name})" if codecs else "")),
+        ("dtype", ", ".join(dtypes) + (f" (stored as {codecs})" if codecs else "")),
         ("sizes", f"dim {numbers['dim']}, {layers} layers, {numbers['heads']} heads, {numbers['kv_heads']} kv heads"),
         ("", f"ffn {numbers['ffn']}, norm_eps {params['norm_eps']}, rope_theta {params['rope_theta']}"),
         ("besides", describe_extras(checkpoint)),

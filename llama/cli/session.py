@@ -29,6 +29,12 @@ def open_model(ckpt: str | None, tokenizer: str | None, max_seq_len: int, **buil
             sys.stdout = stdout
 
 
+def adapters(lora: list[str] | None, lora_scale: list[float] | None) -> dict[str, Any]:
+    """The options --lora and --lora_scale as arguments of `build`; one scale is for all adapters."""
+    scales = lora_scale or [1.0]
+    return {"lora": lora, "lora_scale": scales[0] if len(scales) == 1 else scales}
+
+
 def at_terminal() -> bool:
     """Whether stdin is a terminal, not a pipe or a file."""
     return sys.stdin is not None and sys.stdin.isatty()
