@@ -148,13 +148,14 @@ def _stored_pieces(
     if not slices:
         yield target, target, product
     for one in slices:
-        values = one.values()
         if weight.hf_heads:
-            yield target, values.view(target.shape), product
+            yield target, one.values().view(target.shape), product
             continue
-        place, part = (whole.narrow(weight.axis, offset, values.shape[weight.axis]) for whole in (target, product))
-        offset += values.shape[weight.axis]
-        yield place, values, part
+        extent = one.size if one.axis == weight.axis else one.part.shape[weight.axis]
+        place, part = (whole.narrow(weight.axis, offset, extent) for whole in (target, product))
+        offset += extent
+        for row, values in one.pieces():  # what is dequantized need not be there as a whole
+            yield place.narrow(0, row, len(values)), values, part.narrow(0, row, len(values))
 
 
 @dataclass
