@@ -114,15 +114,13 @@ class Llama:
     ) -> "Llama":
         """Read a checkpoint (a folder or a file of any known format) and set up the ranks it is sharded over.
 
-        `tokenizer_path`: a file, a folder, None (what lies beside the checkpoint) or a tokenizer of yours. `device`
-        None is CUDA if there, else the CPU; `dtype` None is bfloat16 or float16 on a GPU, float32 on a CPU. `timeout`
-        (seconds) bounds each wait for other ranks, `backend` is nccl or gloo. `quantize` "int8", "int4" or
-        "int8-dynamic" (llama/quantization) holds the layers' weights in fewer bytes; `compile` decodes in compiled
-        static shapes (engine/compiled.py), slow to start and fast from then on; with either the packed layers' `weight`
-        is None. `lora`, the folder of a PEFT adapter or several, is merged while loading, times `lora_scale` (one, or
-        one each). `chat_format` names one of llama/chat ("llama2", "llama3", "chatml", "template") or is an object of
-        yours; None takes the checkpoint's own template, else what the vocabulary tells. Seeds torch's global generator
-        with `seed`. LlamaError and FileNotFoundError on every rank alike.
+        `tokenizer_path`: a file, a folder, a tokenizer of yours, None: what lies beside the checkpoint. `device` None:
+        CUDA if there, else the CPU; `dtype` None: bfloat16 or float16 on a GPU, float32 on a CPU. `timeout` bounds each
+        wait for other ranks (seconds). `quantize` "int8", "int4" or "int8-dynamic" holds weights in fewer bytes,
+        `compile` decodes in compiled static shapes, slow to start; with either, packed layers' `weight` is None.
+        `lora`: folders of PEFT adapters, merged while loading, times `lora_scale`. `chat_format`: a name of llama/chat
+        or an object, None: the checkpoint's template, else what the vocabulary tells. `seed`: torch's global generator.
+        Raises LlamaError and FileNotFoundError, on every rank alike; `backend` is nccl or gloo.
         """
         start = time.time()
         compile, seed = check_flag("compile", compile), check_integer("seed", seed, -(2**63), "an integer of 64 bits")

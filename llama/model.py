@@ -394,9 +394,7 @@ class Transformer(nn.Module):
         self.n_layers = params.n_layers
         self.n_forwards = 0  # whoever reuses the cache sees that somebody else has fed it
         if params.vocab_size < 1:
-            raise LlamaError(
-                f"vocab_size={params.vocab_size}: set it to the tokenizer's n_words before the model is made"
-            )
+            raise LlamaError(f"vocab_size={params.vocab_size}: set it to the tokenizer's n_words before this")
 
         self.tok_embeddings = ParallelEmbedding(params.vocab_size, params.dim)
         self.layers = nn.ModuleList(TransformerBlock(layer_id, params) for layer_id in range(params.n_layers))

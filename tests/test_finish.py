@@ -57,7 +57,7 @@ def complaint(node: Public) -> str | None:
     if not text:
         return "has no docstring"
     lines = [line for line in text.split("\n\nArgs:\n")[0].splitlines() if line]
-    if len(lines) > (8 if node.name == "build" else 5):  # build takes twelve arguments
+    if len(lines) > (8 if node.name == "build" else 5):  # build takes fifteen arguments
         return f"has a docstring of {len(lines)} lines"
     signature = [node.args, node.returns or ast.Constant("")] if isinstance(node, ast.FunctionDef) else []
     given = " ".join([node.name, *map(ast.unparse, signature), "the and with that this get set return value object"])

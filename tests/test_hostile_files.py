@@ -154,6 +154,14 @@ def test_one_disk_of_several(meta: Path, field: int) -> None:
     refused(meta, "several parts")
 
 
+def test_an_entry_on_another_disk(meta: Path) -> None:
+    path = meta / "consolidated.00.pth"
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\1\2") + 34] = 2
+    path.write_bytes(data)
+    refused(meta, "several parts")
+
+
 def test_a_record_that_is_a_folder(meta: Path) -> None:
     """torch leaves its tensor as the heap was."""
     path = meta / "consolidated.00.pth"

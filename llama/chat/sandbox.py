@@ -157,6 +157,7 @@ class Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As the class method, without the class."""
         return dict.fromkeys(*args)
 
 
@@ -227,6 +228,7 @@ def read_request(stream: Any) -> Any:
 
 
 def write_reply(stream: Any, reply: dict[str, Any]) -> None:
+    """Its length in four bytes, then JSON."""
     data = json.dumps(reply).encode()
     stream.write(len(data).to_bytes(4, "little") + data)
     stream.flush()
@@ -274,6 +276,7 @@ def answer(program: Program | None, request: dict[str, Any]) -> tuple[Program | 
 
 
 def main() -> None:
+    """Settings first, then requests for one template, until stdin ends."""
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     settings = read_request(stdin)
     sys.path[:] = settings["path"]

@@ -77,7 +77,7 @@ class Q8_0(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d q, d of the block's own."""
         return blocks[:, 2:].view(torch.int8).float().mul_(_float16(blocks, 0))
 
 
@@ -116,7 +116,7 @@ class Q4_0(_Nibbles):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d (q - 8), d of the block's own."""
         return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_float16(blocks, 0))
 
     @staticmethod
@@ -133,7 +133,7 @@ class Q4_1(_Nibbles):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d q + m, d of the block's own."""
         return _nibbles(blocks[:, 4:]).float().mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
     @staticmethod
@@ -150,7 +150,7 @@ class Q5_0(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d (q - 16), d of the block's own."""
         codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)
         return codes.float().sub_(16).mul_(_float16(blocks, 0))
 
@@ -162,7 +162,7 @@ class Q5_1(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d q + m, d of the block's own."""
         codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)
         return codes.float().mul_(_float16(blocks, 0)).add_(_float16(blocks, 2))
 
@@ -187,7 +187,7 @@ class Q4_K(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d scale q - dmin minimum."""
         scales, minima = _k_scales(blocks)
         return _k_nibbles(blocks[:, 16:]).float().mul_(scales).sub_(minima).flatten(1)
 
@@ -199,7 +199,7 @@ class Q5_K(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: as Q4_K, of five bits."""
         scales, minima = _k_scales(blocks)
         bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8, device="cpu")[:, None]  # (blocks, 8, 32)
         codes = _k_nibbles(blocks[:, 48:]) | (bits & 1) << 4
@@ -213,7 +213,7 @@ class Q6_K(Blocks):
 
     @staticmethod
     def unpack(blocks: Tensor) -> Tensor:
-        """As `Blocks.unpack`."""
+        """As `Blocks.unpack`: d scale (q - 32)."""
         low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)  # halves, quarters
         high = (
             blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")[:, None]

@@ -20,6 +20,7 @@ from .pickle_scan import MAX_BYTES, PickleProblem, Reader, StorageRecord, Tensor
 
 EXPECTED = "a PyTorch file (torch.save)"
 MAGIC = 0x1950A86A20F9469CFC6C  # of files before PyTorch 1.6, which are no zip archives
+SEVERAL_PARTS = "one of an archive's several parts"
 MAX_ENTRIES = 50_000
 
 
@@ -136,15 +137,17 @@ def _check_end(file: BinaryIO, size: int) -> None:
     end = struct.unpack("<4s4H2LH", tail[-22:])
     if end[0] != b"PK\5\6" or end[7]:
         raise zipfile.BadZipFile("it does not end with the end of its directory")
-    if end[1] or end[2] or end[3] != end[4]:
-        raise zipfile.BadZipFile("one of an archive's several parts")
+    parts = [end[1], end[2], end[4] - end[3]]
     before, length, start, count = size - 22, *end[5:7], end[4]
     if tail[-42:-38] == b"PK\6\7":
-        at = struct.unpack("<LQL", tail[-38:-22])[1]
+        disk, at, disks = struct.unpack("<LQL", tail[-38:-22])
         record = struct.unpack("<4sQ2H2L4Q", tail[-98:-42]) if len(tail) == 98 else (b"",)
         if at != size - 98 or record[0] != b"PK\6\6" or record[1] != 44:
             raise zipfile.BadZipFile("its zip64 records do not follow each other")
+        parts += [disk, max(disks, 1) - 1, record[4], record[5], record[7] - record[6]]
         before, length, start, count = size - 98, *record[8:10], record[7]
+    if any(parts):
+        raise zipfile.BadZipFile(SEVERAL_PARTS)
     if start + length != before or count > MAX_ENTRIES:
         raise zipfile.BadZipFile(f"its directory of {count} entries does not end where it says")
 
@@ -155,6 +158,8 @@ def _extents(file: BinaryIO, entries: list[zipfile.ZipInfo]) -> dict[str, Extent
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.header_offset):
         start = _check_entry(file, entry)
+        if entry.volume:
+            raise zipfile.BadZipFile(SEVERAL_PARTS)
         if entry.filename in extents or entry.header_offset < end:
             raise zipfile.BadZipFile(f"{entry.filename!r:.80} comes twice or overlaps the one before")
         extents[entry.filename], end = Extent(start, entry.file_size), start + entry.file_size
