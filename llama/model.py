@@ -448,9 +448,9 @@ class Transformer(nn.Module):
             with contextlib.suppress(IndexError):
                 return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
         elif tokens.device.type != "cpu":
-            outside = (tokens < 0) | (tokens >= self.vocab_size)  # (b, s)
-            h = self.tok_embeddings(tokens.masked_fill(outside, 0))  # (b, s, d)
-            return h.masked_fill(outside[..., None], math.nan)  # type: ignore[no-any-return]
+            ids = tokens.to(device)  # perhaps from another GPU
+            outside = (ids < 0) | (ids >= self.vocab_size)  # (b, s)
+            return self.tok_embeddings(ids.masked_fill(outside, 0)).masked_fill(outside[..., None], math.nan)  # type: ignore[no-any-return]
         elif tokens.min() >= 0 and tokens.max() < self.vocab_size:
             return self.tok_embeddings(tokens.to(device))  # type: ignore[no-any-return]
         found = f"tokens holds ids from {int(tokens.min())} to {int(tokens.max())}"

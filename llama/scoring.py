@@ -37,7 +37,7 @@ def _batch_states(model: Any, prompts: list[list[int]], layers: list[int], prefi
         return lambda module, args, output: chunks[layer].append(output)
 
     longest = max(map(len, prompts))
-    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])  # (b, s)
+    tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device="cpu")  # (b, s)
     hooks = [(model.norm if layer == -1 else model.layers[layer], keep(layer)) for layer in chunks]
 
     def feed() -> None:

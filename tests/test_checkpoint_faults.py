@@ -314,6 +314,7 @@ info(path, check=True)
 """
 
 
+@pytest.mark.slow
 def test_a_dtensor_is_refused_in_a_process_that_knows_them(tmp_path: Path) -> None:
     path = files.write_meta(tmp_path, files.weights()) / "consolidated.00.pth"
     command = [sys.executable, "-W", "ignore", "-c", DTENSOR, str(path), WQ]

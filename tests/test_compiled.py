@@ -125,6 +125,7 @@ def test_any_window_to_its_end(build: Build, graphs: list[int], prepack_all: Non
     assert sorted(graphs) == sorted(set(steps))
 
 
+@SLOW
 def test_compilations_do_not_grow_with_the_steps(build: Build, graphs: list[int]) -> None:
     """More than 600 steps with all numbers of rows to 8: one compilation for 1, 2, 4 and 8 rows each.
 
@@ -147,6 +148,7 @@ def test_compilations_do_not_grow_with_the_steps(build: Build, graphs: list[int]
     assert sorted(graphs) == [1, 2, 4, 8]
 
 
+@SLOW
 def test_prompts_that_begin_alike(build: Build, graphs: list[int]) -> None:
     """Of 9 for 4 rows: the rows that a static step fills up with are no source of a beginning."""
     eager, static = build(100, 4), build(100, 4, compile=True)
@@ -374,8 +376,9 @@ def test_compiled_then_hooked(real: tuple[Llama, Llama]) -> None:
     same(static.generate(prompts_of(7), 20, temperature=0, logprobs=True), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [50, 64, 200])
+@pytest.mark.parametrize(
+    "window", [pytest.param(50, marks=SLOW), *(pytest.param(w, marks=pytest.mark.proof) for w in (64, 200))]
+)
 def test_compiled_mixed_batches(build: Build, prepack_all: None, window: int) -> None:
     eager, static = build(window, 6), build(window, 6, compile=True)
     before, steps = compilations(), count_rows(static)

@@ -106,7 +106,7 @@ def test_fields_that_no_vocabulary_has(more: bytes) -> None:
         check_proto(DEMO.read_bytes() + more)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.proof)])
 def test_damaged_tables_are_refused_or_read(tmp_path: Path, charsmap: bytes, count: int) -> None:
     """Every one that passes is used; SentencePiece 0.2.0 dies of most of the others."""
     rng, path, read = mutations.Dice(12), tmp_path / "tokenizer.model", 0

@@ -112,7 +112,7 @@ def state(generator: Llama) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some hit while a stream is dropped
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [200, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_on_any_line_leaves_nothing_behind(small: Llama, name: str, every: int) -> None:
     """Of the lines of what puts state back all, of the others each `every`-th; at its first, middle and last pass."""

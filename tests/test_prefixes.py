@@ -26,7 +26,7 @@ SETS: dict[str, list[list[int]]] = {
 }
 
 
-@pytest.fixture(params=[1, 3, 8])
+@pytest.fixture(params=[1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def generator(request: pytest.FixtureRequest) -> Llama:
     tokenizer = Tokenizer(str(GOLDEN / "tokenizer.model"))
     return Llama(

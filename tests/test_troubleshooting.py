@@ -155,7 +155,7 @@ def _by_template(template: str, dialog: list[tuple[str, str]]) -> None:
 
 @message
 def guessed(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    pick_format(None, StubTokenizer(), guessed_for=str(folder))
+    pick_format(None, StubTokenizer(), guessed_for=str(folder)).check([{"role": "user", "content": "Hi"}])
 
 
 @message

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import LlamaError
 from . import chatml, llama3
 from .dialog import ChatFormat
-from .llama2 import LLAMA2
+from .llama2 import LLAMA2, Llama2Format
 from .segments import special_ids_of
 from .template import TemplateFormat
 
@@ -26,6 +26,25 @@ def family_format(tokenizer: Any) -> ChatFormat:
     return LLAMA2
 
 
+class GuessedLlama2(Llama2Format):
+    """Llama 2's format where nothing tells that it is right, which the first dialog's log line says."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self._checkpoint: str | None = checkpoint
+
+    def check(self, dialog: Any, index: int = 0) -> None:
+        """As `Llama2Format.check`."""
+        if self._checkpoint is not None:
+            logger.warning(
+                "%s has no chat template: dialogs are written in Llama 2's format, which may not be its own; "
+                "chat_format= names another (%s)",
+                self._checkpoint,
+                ", ".join(FORMATS),
+            )
+            self._checkpoint = None
+        super().check(dialog, index)
+
+
 def pick_format(
     chat_format: Any,
     tokenizer: Any,
@@ -33,21 +52,14 @@ def pick_format(
     variables: Mapping[str, str] | None = None,
     guessed_for: str | None = None,
 ) -> ChatFormat:
-    """The format named, or the object given; None is the template's, else the family's. `guessed_for` is what a log
-    line says about Llama 2's where nothing tells that it is right. LlamaError for a name or object that is none.
+    """The format named, or the object given; None is the template's, else the family's. `guessed_for`: the
+    checkpoint whose format nothing tells, for a log line. LlamaError for a name or object that is none.
     """
     if chat_format is None and template is not None:
         return TemplateFormat(template, tokenizer, variables)
     if chat_format is None:
         found = family_format(tokenizer)
-        if found is LLAMA2 and guessed_for is not None:
-            logger.warning(
-                "%s has no chat template: dialogs are written in Llama 2's format, which may not be its own; "
-                "chat_format= names another (%s)",
-                guessed_for,
-                ", ".join(FORMATS),
-            )
-        return found
+        return found if found is not LLAMA2 or guessed_for is None else GuessedLlama2(guessed_for)
     if isinstance(chat_format, str):
         return _by_name(chat_format, tokenizer, template, variables)
     if all(hasattr(chat_format, name) for name in ("check", "is_unsafe", "encode", "truncate", "stop_ids")):
