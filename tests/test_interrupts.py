@@ -79,7 +79,8 @@ def stream(generator: Llama) -> list[Any]:
 
 
 def traced(generator: Llama) -> list[Any]:
-    return [step.token for step in trace_steps(generator, PROMPTS[0], 2, Sampling(0.0), layer=0)]
+    # in a list first: an interrupt that hits a loop of the caller's leaves the generator suspended, as long as it is held
+    return [step.token for step in list(trace_steps(generator, PROMPTS[0], 2, Sampling(0.0), layer=0))]
 
 
 def conversation(generator: Llama) -> str:
