@@ -22,13 +22,14 @@ from llama.engine import prefixes, scheduler
 def without_sharing() -> Iterator[None]:
     """Prompts are fed whole."""
     modules: tuple[Any, ...] = (prefixes, scheduler)
+    before = prefixes.MIN_SHARED
     for module in modules:
         module.MIN_SHARED = 10**9
     try:
         yield
     finally:
         for module in modules:
-            module.MIN_SHARED = 32
+            module.MIN_SHARED = before
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -71,9 +71,8 @@ def graph_memory(params: Mapping[str, Any], ranks: int, dtype: torch.dtype, grap
     if not graph_rows:
         return 0
     vocab, numbers = params["vocab_size"], sizes(params)
-    widths = (
-        vocab + 4 * numbers["dim"] + 3 * numbers["ffn"] // ranks
-    )  # logits, states and norms, w1 w3 and their product
+    # logits, states and norms, w1 w3 and their product
+    widths = vocab + 4 * numbers["dim"] + 3 * numbers["ffn"] // ranks
     return int(4 * vocab * sum(graph_rows) + widths * max(graph_rows) * dtype.itemsize + CUBLAS_WORKSPACE)
 
 

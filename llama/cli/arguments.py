@@ -41,10 +41,8 @@ def parse_arguments(commands: Mapping[str, Command], argv: Sequence[str]) -> tup
     options, unknown = parser.parse_known_args(argv or ["--help"])
     name = options.__dict__.pop("command")
     if unknown and unknown[0].startswith("-"):
-        given, known = (
-            unknown[0].partition("=")[0],
-            [f"--{option}" for option in inspect.signature(commands[name]).parameters],
-        )
+        given = unknown[0].partition("=")[0]
+        known = [f"--{option}" for option in inspect.signature(commands[name]).parameters]
         hint = nearest(given.replace("-", "_").replace("__", "--", 1), known)
         subparsers.choices[name].error(f"{name} has no option {given}; {hint}it takes {', '.join(known)}")
     if unknown:

@@ -8,12 +8,18 @@ from .request import RowState
 MIN_SHARED = 32
 
 
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two lists begin with alike."""
+    shorter = min(len(one), len(other))
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), shorter)
+
+
 def shared_length(rows: Sequence[RowState]) -> int:
     """Positions that rows' prompts can share: those of the ids in common but the last, whose state every row needs, and
     whose log-probabilities of what follows are the row's own.
     """
-    shortest, longest = min(row.prompt for row in rows), max(row.prompt for row in rows)  # the others lie between
-    return next((i for i, (a, b) in enumerate(zip(shortest, longest, strict=False)) if a != b), len(shortest)) - 1
+    prompts = [row.prompt for row in rows]
+    return common_length(min(prompts), max(prompts)) - 1  # the others lie between these two
 
 
 def prefix_runs(rows: Sequence[RowState]) -> list[list[RowState]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..distributed import check_same_on_all_ranks, send, translate_distributed_errors, world_size
 from .cache import move_row
 from .overrides import has_hooks_or_overrides
-from .prefixes import MIN_SHARED, prefix_runs, shared_length
+from .prefixes import MIN_SHARED, common_length, prefix_runs, shared_length
 from .published import choose, published_steps
 from .request import Request, RowState, Step, make_rows
 from .sampler import PromptScores, Sampler, non_finite
@@ -36,7 +36,7 @@ class Scheduler:
         self.batch_size: int = model.params.max_batch_size
         one_length = len({len(prompt) for prompt in prompts}) <= 1
         self.aligned = one_length and len(self.rows) <= self.batch_size  # every row stays at the same position
-        self._cached: list[RowState | None] = [None] * self.batch_size  # whose prompt each cache row holds
+        self._cached: dict[int, RowState] = {}  # whose prompt each cache row holds
         self._first_row = 0  # other than the model's 0 while prompts are fed beside other rows
         self.sampler = Sampler(
             request.sampling, self.rows, n_slots=len(self.rows) if self.aligned else None, banned=request.banned
@@ -45,10 +45,7 @@ class Scheduler:
     def reuse_prefix(self, cached: Sequence[int]) -> None:
         """Skip what a single prompt shares with the ids in cache row 0; its last token is fed in any case."""
         [row] = self.rows
-        for old, new in zip(cached, row.prompt[:-1], strict=False):
-            if old != new:
-                break
-            row.reused += 1
+        row.reused = common_length(cached, row.prompt[:-1])
 
     def steps(self) -> Iterator[Step]:
         """Step after step, rows that decode side by side in turn; nothing is computed ahead of the consumer.
@@ -141,15 +138,13 @@ class Scheduler:
         of the cache holds of it, the rest fed once. Returns the position from which each row is to be fed.
         """
         head, shared = run[0], shared_length(run)
-        lengths = [0 if row is None else min(shared, shared_length([head, row])) for row in self._cached]
-        found = max(lengths)
+        held = [(min(shared, shared_length([head, row])), i) for i, row in self._cached.items()]
+        found, source = max(held, default=(0, 0))
         if head.reused or found < MIN_SHARED:
             found = head.reused
         else:
-            source = self._cached[lengths.index(found)]
-            assert source is not None
-            move_row(self.model, lengths.index(found), first, found)
-            head.take_prefix(source, found)
+            move_row(self.model, source, first, found)
+            head.take_prefix(self._cached[source], found)
         if len(run) == 1 or shared < MIN_SHARED:
             return found
         if found < shared:
@@ -190,9 +185,8 @@ class Scheduler:
         """Feed each row's newest token at the row's own position; logits (n, v)."""
         positions = [len(row.tokens) - 1 for row in active]
         if self.decoder is not None:
-            self._cached[len(active) :] = [None] * (
-                self.batch_size - len(active)
-            )  # it fills them up to a static number
+            # it fills the rows up to a static number, and writes over what those beyond the active ones hold
+            self._cached = {i: row for i, row in self._cached.items() if i < len(active)}
             return self.decoder([row.tokens[-1] for row in active], positions)
         tokens = [row.tokens[-1] for row in active]
         if len(set(positions)) == 1:
