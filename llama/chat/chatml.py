@@ -3,16 +3,18 @@
 from typing import Any
 
 from ..errors import LlamaError
-from .dialog import ROLES, Dialog, check_messages, check_not_empty, drop_oldest
+from .dialog import ROLES, Dialog, FreeTurns
 from .segments import encode_segments, special_ids_of
 
 START, END = "<|im_start|>", "<|im_end|>"
 
 
-class ChatMLFormat:
+class ChatMLFormat(FreeTurns):
     """Turns between the control pieces <|im_start|> and <|im_end|>, which no text can become; texts as they are, the
     roles' order free, no system text of its own.
     """
+
+    roles = (*ROLES, "tool")
 
     def __init__(self, tokenizer: Any) -> None:
         specials = special_ids_of(tokenizer)
@@ -20,15 +22,6 @@ class ChatMLFormat:
         if missing:
             raise LlamaError(f"the chat format chatml needs {', '.join(missing)}, which the vocabulary lacks")
         self.stop_ids = frozenset([specials[END]])
-
-    def check(self, dialog: Any, index: int = 0) -> None:
-        """As `ChatFormat.check`."""
-        check_messages(dialog, index, (*ROLES, "tool"))
-        check_not_empty(dialog, index)
-
-    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
-        """As `ChatFormat.is_unsafe`: no text can pose as a turn."""
-        return False
 
     def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
         """As `ChatFormat.encode`."""
@@ -42,8 +35,3 @@ class ChatMLFormat:
             return encode_segments(tokenizer, [*segments, start, "assistant\n"])
         except LlamaError as error:
             raise LlamaError(f"dialog {index}: {error}") from error
-
-    def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
-        """As `ChatFormat.truncate`."""
-        self.check(dialog)
-        return drop_oldest(dialog, lambda rest: len(self.encode(tokenizer, rest)) <= budget)

@@ -91,3 +91,27 @@ def drop_oldest(dialog: Dialog, fits: Callable[[Dialog], bool]) -> tuple[Dialog,
         else:
             low = middle + 1
     return lead + messages[cuts[low] :], cuts[low] - n_lead
+
+
+class FreeTurns:
+    """What formats share whose turns stand between control pieces, which no text can become: `roles` in any order."""
+
+    roles: tuple[str, ...] = ROLES
+
+    def check(self, dialog: Any, index: int = 0) -> None:
+        """As `ChatFormat.check`."""
+        check_messages(dialog, index, self.roles)
+        check_not_empty(dialog, index)
+
+    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
+        """As `ChatFormat.is_unsafe`: no text can pose as a turn."""
+        return False
+
+    def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
+        """As `ChatFormat.encode`."""
+        raise NotImplementedError
+
+    def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
+        """As `ChatFormat.truncate`."""
+        self.check(dialog)
+        return drop_oldest(dialog, lambda rest: len(self.encode(tokenizer, rest)) <= budget)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..errors import LlamaError
-from .dialog import ROLES, Dialog, check_messages, check_not_empty, drop_oldest
+from .dialog import ROLES, Dialog, FreeTurns
 from .segments import encode_text, special_ids_of
 
 BEGIN, HEADER, HEADER_END = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"
@@ -11,12 +11,14 @@ END_OF_TURN, END_OF_MESSAGE = "<|eot_id|>", "<|eom_id|>"
 PIECES = (BEGIN, HEADER, HEADER_END, END_OF_TURN)
 
 
-class Llama3Format:
+class Llama3Format(FreeTurns):
     """<|start_header_id|>role<|end_header_id|>, an empty line, the text, <|eot_id|>; header, empty line and text are
     encoded apart, texts stripped. "tool" is written "ipython". The roles' order is free, as published.
 
     Hugging Face's template of Llama 3.1 differs: it always writes a system text, with a date. `chat_format="template"`.
     """
+
+    roles = (*ROLES, "tool", "ipython")
 
     def __init__(self, tokenizer: Any) -> None:
         specials = special_ids_of(tokenizer)
@@ -24,15 +26,6 @@ class Llama3Format:
         if missing:
             raise LlamaError(f"the chat format llama3 needs {', '.join(missing)}, which the vocabulary lacks")
         self.stop_ids = frozenset(specials[name] for name in (END_OF_TURN, END_OF_MESSAGE) if name in specials)
-
-    def check(self, dialog: Any, index: int = 0) -> None:
-        """As `ChatFormat.check`."""
-        check_messages(dialog, index, (*ROLES, "tool", "ipython"))
-        check_not_empty(dialog, index)
-
-    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
-        """As `ChatFormat.is_unsafe`: no text can pose as a turn."""
-        return False
 
     def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
         """As `ChatFormat.encode`."""
@@ -51,8 +44,3 @@ class Llama3Format:
         for message in dialog:
             ids += [*header(message["role"]), *text(message["content"].strip()), specials[END_OF_TURN]]
         return ids + header("assistant")
-
-    def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
-        """As `ChatFormat.truncate`."""
-        self.check(dialog)
-        return drop_oldest(dialog, lambda rest: len(self.encode(tokenizer, rest)) <= budget)

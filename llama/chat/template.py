@@ -7,14 +7,14 @@ from typing import Any
 
 from ..errors import LlamaError
 from .built import settle_built
-from .dialog import ROLES, Dialog, check_messages, check_not_empty, drop_oldest
+from .dialog import ROLES, Dialog, FreeTurns, check_messages, check_not_empty
 from .renderer import RenderError, TemplateProcess
 from .segments import encode_segments, special_ids_of
 
 ANSWER = "Marigold"  # a word that no template writes itself
 
 
-class TemplateFormat:
+class TemplateFormat(FreeTurns):
     """A Jinja chat template. Control pieces are those in the template's own text and in `variables` (such as
     bos_token); text of messages stays text whatever the template does with it, and where the two cannot be told apart
     the dialog is refused. Roles are system, user, assistant and whatever other the template names.
@@ -59,10 +59,6 @@ class TemplateFormat:
         check_messages(dialog, index, (*ROLES, *sorted(named)))
         check_not_empty(dialog, index)
 
-    def is_unsafe(self, dialog: Dialog, tokenizer: Any = None) -> bool:
-        """As `ChatFormat.is_unsafe`: no text can pose as a turn."""
-        return False
-
     def encode(self, tokenizer: Any, dialog: Dialog, index: int = 0) -> list[int]:
         """As `ChatFormat.encode`; LlamaError also where the template refuses the dialog, or cannot be used safely."""
         self.check(dialog, index)
@@ -94,11 +90,6 @@ class TemplateFormat:
                     continue
             low = middle + 1
         return f", message {high - 1}"
-
-    def truncate(self, tokenizer: Any, dialog: Dialog, budget: int) -> tuple[Dialog, int]:
-        """As `ChatFormat.truncate`."""
-        self.check(dialog)
-        return drop_oldest(dialog, lambda rest: len(self.encode(tokenizer, rest)) <= budget)
 
     def _end_of_turn(self, specials: dict[str, int]) -> frozenset[int]:
         """The control piece that the template puts behind an answer, where it puts one at once."""
